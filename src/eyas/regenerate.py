@@ -15,14 +15,82 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from eyas.device import compute_dtype
 from eyas.errors import EyasError
+from eyas.files import write_whole
+from eyas.verifier import Verifier
 
 Conversation = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Regenerate:
+    """How the verifier writes its own answers; temperature 0 is greedy. dtype: as `eyas.device.compute_dtype` takes."""
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    batch_size: int = 64
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "cpu"
+
+
+def answer_again(
+    conversations: list[Conversation],
+    output: Path,
+    verifier: Verifier,
+    options: Regenerate,
+    say: Callable[[str], None] = print,
+) -> None:
+    """`regenerate` with a model loaded for it, and with regenerate.json beside `output` to say how it was made.
+
+    A run that was interrupted goes on. Raises EyasError when `output` was begun by another verifier, with other
+    settings or from other questions.
+    """
+    from xxhash import xxh3_64_hexdigest
+
+    dtype = compute_dtype(options.dtype, options.device)
+    asked = [[c["id"], [m for m in c["messages"] if m["role"] != "assistant"]] for c in conversations]
+    settings = {
+        **asdict(options),
+        "dtype": str(dtype).removeprefix("torch."),
+        "verifier": verifier.fingerprint,
+        "template": verifier.template_hash,
+        "questions": xxh3_64_hexdigest(json.dumps(asked).encode()),
+    }
+    del settings["device"]  # another host may finish the job
+    beside = output.with_name("regenerate.json")
+    if output.exists():
+        try:
+            before = dict(json.loads(beside.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            before = {}
+        if other := [k for k, v in settings.items() if before.get(k) != v]:
+            raise EyasError(
+                f"{output} was begun with other settings ({other[0]}: {before.get(other[0], 'unknown')}, "
+                f"now {settings[other[0]]}): delete it, or name another output"
+            )
+    else:
+        write_whole(beside, json.dumps(settings, indent=1).encode())
+    regenerate(
+        conversations,
+        output,
+        model=verifier.load_model(dtype, options.device),
+        tokenizer=verifier.tokenizer,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        say=say,
+    )
 
 
 def regenerate(

@@ -1,0 +1,1 @@
+"""From a verifier to a store of its states."""

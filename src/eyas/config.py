@@ -1,0 +1,86 @@
+"""The settings of a training run: one typed object, flag over file over default, saved with the run as `run.yaml`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eyas.errors import EyasError
+
+
+class TrainConfig(BaseModel):
+    """Everything `eyas train` can be told. The command line's flags are these names with dashes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    verifier_path: str = Field(description="The verifier: a folder with config.json and safetensors, or a hub id")
+    data_dir: Path = Field(description="A store made by `eyas capture`, or a folder of data_*.pt files")
+    vocab_mapping_dir: Path | None = Field(None, description="Folder with d2t and t2d; without it the full vocabulary")
+    output_dir: Path = Field(description="The run directory")
+
+    epochs: int = Field(10, ge=1)
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate")
+    scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of all steps that warm the learning rate up")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm")
+
+    max_seq_len: int = Field(2048, ge=4, description="Longer samples are cut to this many tokens")
+    batch_tokens: int | None = Field(None, ge=4, description="Tokens of one packed batch; default max_seq_len")
+    val_ratio: float = Field(0.1, ge=0, lt=1, description="Share of the samples kept for validation")
+    num_workers: int = Field(4, ge=0, description="Threads that read; 0 reads in the training loop")
+
+    ttt_steps: int = Field(3, ge=1, le=16, description="Training-time test steps K")
+    loss: Literal["kl", "reverse_kl", "tv", "lk"] = "kl"
+    step_weight_decay: float = Field(1.0, gt=0, le=1, description="TTT step k counts decay**k")
+    noise_std: float = Field(0.0, ge=0, description="Width of the uniform noise on the hidden states, train only")
+
+    intermediate_size: int | None = Field(None, ge=1, description="Drafter's MLP; default the verifier's")
+    num_heads: int | None = Field(None, ge=1, description="Drafter's attention heads; default the verifier's")
+    num_kv_heads: int | None = Field(None, ge=1, description="Drafter's key/value heads; default the verifier's")
+    head_dim: int | None = Field(None, ge=2, description="Drafter's head size; default the verifier's")
+    head_init: Literal["verifier", "random"] = Field(
+        "verifier", description="Start lm_head and norm from the verifier's, or at random"
+    )
+
+    seed: int = 0
+    dtype: Literal["auto", "bf16", "fp32"] = Field("auto", description="Compute dtype; masters are always fp32")
+    device: str = "auto"
+
+    def resolved(self) -> dict[str, Any]:
+        """Plain values, as run.yaml holds them."""
+        return self.model_dump(mode="json")
+
+
+def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:
+    """Flags that are not None, over the YAML file, over the defaults; EyasError in one line for anything wrong."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = yaml.safe_load(file.read_text()) or {}
+        except OSError as e:
+            raise EyasError(f"--config {file}: {e.strerror}") from None
+        except yaml.YAMLError as e:
+            raise EyasError(f"--config {file} is not YAML: {' '.join(str(e).split())}") from None
+        if not isinstance(values, dict):
+            raise EyasError(f"--config {file} must hold names and values, one a line")
+        # A saved run.yaml also tells versions and host; they are not settings.
+        values = values.get("config", values)
+        if not isinstance(values, dict):
+            raise EyasError(f"--config {file}: 'config' must hold names and values")
+        values = {str(name).replace("-", "_"): value for name, value in values.items()}
+    values.update({name: value for name, value in flags.items() if value is not None})
+    try:
+        return TrainConfig(**values)
+    except ValidationError as e:
+        first = e.errors()[0]
+        name = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
+        if first["type"] == "missing":
+            raise EyasError(f"{name} is missing: give it as a flag or in --config") from None
+        if first["type"] == "extra_forbidden":
+            raise EyasError(f"{name} is no setting of eyas train: see `eyas train --help`") from None
+        raise EyasError(f"{name} {first['input']!r}: {first['msg'].lower()}") from None

@@ -1,0 +1,1 @@
+"""The drafter: network, attention, losses, and the checkpoint that engines load."""

@@ -1,0 +1,238 @@
+"""The checkpoint that SGLang and vLLM both load: names, shapes, dtypes and config, both ways, in this one file.
+
+    fc.weight                                     [H, 3 Ht]
+    midlayer.self_attn.{q,k,v}_proj.weight        [heads d, 2H]
+    midlayer.self_attn.o_proj.weight              [H, n d]
+    midlayer.mlp.{gate,up}_proj.weight            [I, H]
+    midlayer.mlp.down_proj.weight                 [H, I]
+    midlayer.{hidden_norm,input_layernorm,post_attention_layernorm}.weight, norm.weight   [H]
+    lm_head.weight                                [Vd, H]   always: SGLang leaves a missing one random, silently
+    d2t                                           [Vd] int64, verifier id = draft id + d2t[draft id]
+    t2d                                           [V] bool
+    embed_tokens.weight                           [V, H]    on demand: both engines share the verifier's
+
+d2t and t2d are left out when the draft vocabulary is the whole one. `midlayer.*` is the one naming that old and new
+SGLang and vLLM all take. Sources: the loaders of SGLang 0.5 (`llama_eagle3.py`) and of vLLM 0.32 (`llama_eagle3.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eyas.drafter.model import Drafter, DrafterConfig
+from eyas.errors import EyasError
+from eyas.verifier import VerifierConfig
+from eyas.vocab import DraftVocab
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# SGLang reads a list that starts with 1 as k - 1 in these families, and any other list as k.
+SGLANG_FIRST_IS_ONE = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite")
+
+
+def config_json(
+    drafter: DrafterConfig, verifier: VerifierConfig, layers: tuple[int, ...], dtype: str
+) -> dict[str, Any]:
+    """The engines' config.json. layers: HF indices of the three captured states; dtype: "bfloat16" or "float32".
+
+    No value is null: engines' config classes reject a null in a typed field.
+    """
+    scaling = dict(drafter.rope_scaling or {})
+    rope_type = scaling.get("rope_type") or scaling.pop("type", None) or "default"
+    c: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": drafter.hidden_size,
+        "intermediate_size": drafter.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": drafter.num_heads,
+        "num_key_value_heads": drafter.num_kv_heads,
+        "head_dim": drafter.head_dim,
+        "vocab_size": drafter.vocab_size,
+        "draft_vocab_size": drafter.draft_vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": drafter.rms_norm_eps,
+        "rope_theta": drafter.rope_theta,
+        "rope_parameters": {**scaling, "rope_type": rope_type, "rope_theta": drafter.rope_theta},
+        "max_position_embeddings": verifier.max_position_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "norm_before_residual": False,
+        "torch_dtype": dtype,
+    }
+    if rope_type != "default":
+        c["rope_scaling"] = {**scaling, "rope_type": rope_type}
+    if drafter.target_hidden_size != drafter.hidden_size:
+        c["target_hidden_size"] = drafter.target_hidden_size
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (value := getattr(verifier, name)) is not None:
+            c[name] = value
+    if tuple(layers) != verifier.capture_layers():
+        c["eagle_aux_hidden_state_layer_ids"] = list(layers)  # vLLM's unit is the HF index
+        c["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(layers, verifier.model_type),
+        }
+    return c
+
+
+def sglang_layer_ids(layers: tuple[int, ...], verifier_type: str) -> list[int]:
+    """HF indices in the unit that SGLang reads from `eagle_config` for this family of verifiers.
+
+    Raises EyasError for the one list that the family cannot express.
+    """
+    less_one = [k - 1 for k in layers]
+    if verifier_type in SGLANG_FIRST_IS_ONE and less_one[0] != 1:
+        if layers[0] == 1:
+            raise EyasError(f"SGLang cannot serve layers {list(layers)} of {verifier_type}: start with another than 1")
+        return list(layers)
+    return less_one
+
+
+def save_checkpoint(
+    folder: Path,
+    drafter: Drafter,
+    vocab: DraftVocab,
+    verifier: VerifierConfig,
+    layers: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    with_embedding: bool = False,
+    more: dict[str, Any] | None = None,
+) -> None:
+    """Write `folder` whole or not at all (a side folder, synced and renamed); an older one is replaced.
+
+    more: further files, by name, as JSON values. Raises EyasError when the disk refuses.
+    """
+    config = config_json(drafter.config, verifier, layers, str(dtype).removeprefix("torch."))
+    tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in drafter.named_parameters()}
+    if vocab.size < vocab.vocab_size:
+        tensors["d2t"] = torch.from_numpy(vocab.d2t)
+        tensors["t2d"] = torch.from_numpy(vocab.t2d)
+    if with_embedding:
+        tensors["embed_tokens.weight"] = drafter.embedding.to("cpu", dtype).contiguous()
+    side = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        shutil.rmtree(side, ignore_errors=True)
+        side.mkdir(parents=True)
+        save_file(tensors, side / WEIGHTS, metadata={"format": "pt"})
+        for name, value in {CONFIG: config, **(more or {})}.items():
+            (side / name).write_text(json.dumps(value, indent=2) + "\n")
+        for path in (*side.iterdir(), side):
+            _sync(path)
+        if folder.exists():
+            old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+            folder.rename(old)
+            side.rename(folder)
+            shutil.rmtree(old)
+        else:
+            side.rename(folder)
+        _sync(folder.parent)
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(side, ignore_errors=True)
+        raise EyasError(f"cannot write the checkpoint {folder}: {e}; free some space or name another folder") from None
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def load_checkpoint(
+    folder: Path, verifier: VerifierConfig, embedding: Tensor | None = None
+) -> tuple[Drafter, DraftVocab]:
+    """A drafter (fp32) and its vocabulary from a checkpoint of ours or of another EAGLE-3 trainer's naming.
+
+    embedding: [V, H], the verifier's, used when the checkpoint has none. Raises EyasError in one line.
+    """
+    try:
+        c = json.loads((folder / CONFIG).read_text())
+        tensors = load_file(folder / WEIGHTS)
+    except FileNotFoundError as e:
+        raise EyasError(f"{folder} is no drafter checkpoint: {Path(e.filename or WEIGHTS).name} is missing") from None
+    except (OSError, ValueError, SafetensorError) as e:
+        raise EyasError(f"{folder} cannot be read: {' '.join(str(e).split())}") from None
+    tensors = {name.replace("layers.0.", "midlayer.", 1).removeprefix("model."): t for name, t in tensors.items()}
+    config = _drafter_config(c, verifier, folder)
+    embedding = tensors.pop("embed_tokens.weight", embedding)
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    drafter = Drafter(config, None if embedding is None else embedding.float())
+    wanted = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise EyasError(f"{folder}: tensor {name} {list(shape)} is missing")
+        if tuple(tensors[name].shape) != shape:
+            raise EyasError(f"{folder}: {name} is {list(tensors[name].shape)}, its config.json says {list(shape)}")
+    drafter.load_state_dict({name: tensors[name].float() for name in wanted}, strict=True)
+    return drafter, _vocab(d2t, t2d, config, folder)
+
+
+def _drafter_config(c: dict[str, Any], verifier: VerifierConfig, folder: Path) -> DrafterConfig:
+    rope = c.get("rope_parameters") or {}
+    scaling = c.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
+    if scaling.get("rope_type", scaling.get("type", "default")) == "default":
+        scaling = None
+    try:
+        config = DrafterConfig(
+            hidden_size=c["hidden_size"],
+            target_hidden_size=c.get("target_hidden_size") or c["hidden_size"],
+            intermediate_size=c["intermediate_size"],
+            num_heads=c["num_attention_heads"],
+            num_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
+            head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
+            vocab_size=c["vocab_size"],
+            draft_vocab_size=c.get("draft_vocab_size") or c["vocab_size"],
+            rms_norm_eps=c["rms_norm_eps"],
+            rope_theta=float(c.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+            rope_scaling=scaling,
+            max_position_embeddings=c["max_position_embeddings"],
+        )
+    except KeyError as e:
+        raise EyasError(f"{folder}/{CONFIG} does not say {e.args[0]}") from None
+    if c.get("norm_before_residual"):
+        raise EyasError(
+            f"{folder}: norm_before_residual true is another function, which SGLang and eyas do not compute"
+        )
+    for name in ("vocab_size",):
+        if getattr(config, name) != getattr(verifier, name):
+            raise EyasError(
+                f"{folder} is a drafter for a {name} of {getattr(config, name):,}, "
+                f"{verifier.name} has {getattr(verifier, name):,}"
+            )
+    if config.target_hidden_size != verifier.hidden_size:
+        raise EyasError(
+            f"{folder} reads states of size {config.target_hidden_size:,}, {verifier.name} has {verifier.hidden_size:,}"
+        )
+    return config
+
+
+def _vocab(d2t: Tensor | None, t2d: Tensor | None, config: DrafterConfig, folder: Path) -> DraftVocab:
+    V, Vd = config.vocab_size, config.draft_vocab_size
+    if d2t is None:
+        if Vd != V:
+            raise EyasError(
+                f"{folder} has a draft vocabulary of {Vd:,} but no d2t: nobody can know which tokens they are"
+            )
+        return DraftVocab(np.zeros(V, dtype=np.int64), np.ones(V, dtype=bool))
+    offsets = d2t.numpy().astype(np.int64)
+    targets = np.arange(len(offsets)) + offsets
+    if len(offsets) != Vd or targets.min() < 0 or targets.max() >= V or (np.diff(targets) <= 0).any():
+        raise EyasError(f"{folder}: d2t does not name {Vd:,} increasing tokens of {V:,}: is it absolute, not offsets?")
+    marked = np.zeros(V, dtype=bool)
+    marked[targets] = True
+    if t2d is not None and not np.array_equal(t2d.numpy().astype(bool), marked):
+        raise EyasError(f"{folder}: d2t and t2d disagree")
+    return DraftVocab(offsets, marked)

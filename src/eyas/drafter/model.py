@@ -1,0 +1,232 @@
+"""The EAGLE-3 drafter: one decoder layer that reads a token and the verifier's states, and says the next token.
+
+The forward pass of the contract (docs/eagle3.md, from the EAGLE-3 paper and the engines that serve it):
+
+    e = embed(x[p+1]);  h = fc(g[p]) at step 0, the drafter's own previous output after that
+    a = [input_layernorm(e), hidden_norm(h)]
+    r = h + o_proj(attention(q, k, v of a));  out = r + mlp(post_attention_layernorm(r))
+    logits = lm_head(norm(out)) over the draft vocabulary;  the next step reads `out`, before the norm
+
+Parameter names are the checkpoint's names. Masters are fp32; products run in the dtype of the states that come in,
+with weights cast once a pass. The embedding is the verifier's, frozen, and no parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.drafter.attention import ttt_attention
+from eyas.drafter.plan import Plan
+from eyas.drafter.precision import wide
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Sizes of a drafter. H hidden_size, Ht target_hidden_size, V vocab_size, Vd draft_vocab_size."""
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int = 4096
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm; statistics in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., size] -> [.., size]."""
+        return F.rms_norm(wide(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """fp32 master weight without bias, used in the dtype of the input."""
+
+    def __init__(self, fan_in: int, fan_out: int) -> None:
+        super().__init__(fan_in, fan_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., in] -> [.., out]."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Attention(nn.Module):
+    """Projections of the drafter's attention; the scores are in `drafter.attention`."""
+
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = Linear(2 * c.hidden_size, c.num_heads * c.head_dim)
+        self.k_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim)
+        self.v_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim)
+        self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[T, heads d] -> [T, heads, d]."""
+        return x.view(len(x), x.shape[1] // self.head_dim, self.head_dim)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., H] -> [.., H]."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class MidLayer(nn.Module):
+    """The one decoder layer."""
+
+    def __init__(self, c: DrafterConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def mix(self, token: Tensor, hidden: Tensor) -> Tensor:
+        """Embedding [T, H] and state [T, H] -> attention input [T, 2H], embedding first."""
+        return torch.cat([self.input_layernorm(token), self.hidden_norm(hidden)], dim=-1)
+
+    def finish(self, hidden: Tensor, attention: Tensor) -> Tensor:
+        """State [Q, H] and attention output [Q, n, d] -> layer output [Q, H], before the final norm."""
+        r = hidden + self.self_attn.o_proj(attention.flatten(1))
+        out: Tensor = r + self.mlp(self.post_attention_layernorm(r))
+        return out
+
+
+class Drafter(nn.Module):
+    """The drafter. `embedding` [V, H] is the verifier's: a buffer that no checkpoint of ours needs to hold."""
+
+    embedding: Tensor
+
+    def __init__(self, config: DrafterConfig, embedding: Tensor | None = None) -> None:
+        super().__init__()
+        c = self.config = config
+        self.fc = Linear(3 * c.target_hidden_size, c.hidden_size)
+        self.midlayer = MidLayer(c)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = Linear(c.hidden_size, c.draft_vocab_size)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self._rotary: Any = None
+
+    def initialise(self, generator: torch.Generator, head: Tensor | None, norm: Tensor | None) -> None:
+        """Fresh weights: N(0, 0.02) for projections, ones for norms.
+
+        head: [Vd, H], the verifier's lm_head rows of the draft vocabulary, and norm: [H], its final norm weight: where
+        given the drafter starts from them instead, which saves it learning to read its own output.
+        """
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if p.ndim > 1:
+                    p.normal_(0.0, 0.02, generator=generator)
+                elif name.endswith("weight"):
+                    p.fill_(1.0)
+            if head is not None:
+                self.lm_head.weight.copy_(head)
+            if norm is not None:
+                self.norm.weight.copy_(norm)
+
+    def embed(self, token: Tensor, dtype: torch.dtype) -> Tensor:
+        """Token ids [..] -> [.., H]."""
+        return F.embedding(token, self.embedding).to(dtype)
+
+    def rotary(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """RoPE cos and sin [T, 1, d] of positions [T]."""
+        if self._rotary is None:
+            self._rotary = rotary_embedding(self.config)
+        like = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=position.device)
+        cos, sin = self._rotary(like, position[None])
+        return cos[0, :, None].to(dtype), sin[0, :, None].to(dtype)
+
+    def forward(self, plan: Plan, states: Tensor) -> list[Tensor]:
+        """Outputs of every TTT step, before the final norm: K tensors [Q, H].
+
+        plan: from `make_plan`, on the device; states: [T, 3 Ht], the verifier's low, middle and high state at the
+        plan's key rows, in the compute dtype.
+        """
+        layer, attention, dtype = self.midlayer, self.midlayer.self_attn, states.dtype
+        hidden = self.fc(states)  # [T, H]
+        mixed = layer.mix(self.embed(plan.key_token, dtype), hidden)  # [T, 2H]
+        cos, sin = self.rotary(plan.key_position, dtype)
+        key = rotate(attention.heads(attention.k_proj(mixed)), cos, sin)  # [T, m, d]
+        value = attention.heads(attention.v_proj(mixed))
+        position = plan.key_position[plan.query_row]
+        hidden, mixed = hidden.index_select(0, plan.query_row), mixed.index_select(0, plan.query_row)  # [Q, H], [Q, 2H]
+        outputs: list[Tensor] = []
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
+        for step in range(plan.steps):
+            cos, sin = self.rotary(position + step, dtype)
+            if step:
+                mixed = layer.mix(self.embed(plan.tokens[step], dtype), hidden)
+                own_keys.append(rotate(attention.heads(attention.k_proj(mixed)), cos, sin))
+                own_values.append(attention.heads(attention.v_proj(mixed)))
+            query = rotate(attention.heads(attention.q_proj(mixed)), cos, sin)  # [Q, n, d]
+            seen = ttt_attention(query, key, value, own_keys, own_values, plan.query_row, plan.documents)
+            hidden = layer.finish(hidden, seen)
+            outputs.append(hidden)
+        return outputs
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in the half-split layout of llama. x: [T, heads, d]; cos, sin: [T, 1, d]."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cos + turned * sin
+
+
+def rotary_embedding(config: DrafterConfig) -> nn.Module:
+    """transformers' own rotary embedding of a llama with these settings, so that every scaling it knows is right."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = dict(config.rope_scaling or {})
+    common = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+    kind = scaling.pop("type", None) or scaling.get("rope_type", "default")
+    try:  # transformers 5 keeps everything in rope_parameters
+        llama = LlamaConfig(**common, rope_parameters={**scaling, "rope_type": kind, "rope_theta": config.rope_theta})
+        assert llama.rope_parameters["rope_theta"] == config.rope_theta
+    except (AttributeError, TypeError, KeyError):
+        llama = LlamaConfig(
+            **common,
+            rope_theta=config.rope_theta,
+            rope_scaling={**scaling, "rope_type": kind} if kind != "default" else None,
+        )
+    module: nn.Module = LlamaRotaryEmbedding(llama)
+    return module

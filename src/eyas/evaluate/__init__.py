@@ -1,0 +1,1 @@
+"""Evaluation: figures on a validation split, and real decoding."""

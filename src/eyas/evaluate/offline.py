@@ -1,0 +1,159 @@
+"""How good a drafter is on captured states: accuracy, acceptance and accept length per draft position.
+
+Teacher-forced, on positions that step k trains on (the contract's mask). At position p and step k, c_k says whether
+the drafter's first choice is the verifier's over the full vocabulary, and a_k = sum min(p, q) over the full vocabulary
+is the chance that speculative sampling at temperature 1 accepts the draft.
+
+    joint_k         share of positions where c_0..c_k all hold
+    conditional_k   share of those with c_0..c_{k-1} where c_k holds too = joint_k / joint_{k-1}
+    acceptance_k    mean of a_k
+    accept_length          1 + sum_k mean(a_0 ... a_k), at temperature 1
+    accept_length_greedy   1 + sum_k joint_k
+
+The products are taken at each position before they are averaged: acceptances of neighbouring steps go together, and
+the product of their means would tell too little. Joint figures and both lengths use positions that all K steps train.
+
+Cost: one pass of the drafter and one product with the verifier's whole head, in chunks of `CHUNK` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.drafter.loss import head_loss, verifier_side
+from eyas.drafter.model import Drafter
+from eyas.drafter.plan import Plan
+from eyas.train.batches import Batch
+
+CHUNK = 256  # rows of full-vocabulary logits at a time
+
+
+@dataclass
+class OfflineFigures:
+    """Figures per draft position (lists of K), and over all of them."""
+
+    loss: float
+    accuracy: list[float]
+    accuracy_joint: list[float]
+    acceptance: list[float]
+    accept_length: float
+    accept_length_greedy: float
+    positions: int
+    samples: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+@dataclass
+class VerifierHead:
+    """What is needed to say what the verifier would: its final norm and lm_head on the device.
+
+    norm: callable [.., Ht] -> [.., Ht], the identity where the states are from behind it; head: [V, Ht];
+    draft_ids: [Vd] int64, verifier ids of the draft vocabulary, ascending.
+    """
+
+    norm: Any
+    head: Tensor
+    draft_ids: Tensor
+
+    def draft_head(self) -> Tensor:
+        """[Vd, Ht], the rows of the draft vocabulary."""
+        return self.head if len(self.draft_ids) == len(self.head) else self.head[self.draft_ids]
+
+
+@torch.inference_mode()
+def evaluate(
+    drafter: Drafter, verifier: VerifierHead, batches: Iterable[Batch], steps: int, dtype: torch.dtype
+) -> OfflineFigures | None:
+    """Figures of `drafter` over `batches`; None when they hold no position that all steps train on."""
+    device = verifier.head.device
+    right: list[list[Tensor]] = [[] for _ in range(steps)]  # per step, 0/1 per query, -1 where not trained
+    accept: list[list[Tensor]] = [[] for _ in range(steps)]
+    losses, samples = [], 0
+    draft_head = verifier.draft_head()
+    head = drafter.lm_head.weight.to(dtype)
+    for batch in batches:
+        plan = batch.plan.to(device)
+        last = verifier.norm(batch.last.to(device)).to(dtype)
+        samples += len(batch.samples)
+        outputs = drafter(plan, batch.states.to(device, dtype))
+        side = verifier_side(last, draft_head)
+        first_choice, log_scale = _full_vocabulary(last, verifier)
+        for k, out in enumerate(outputs):
+            hidden = drafter.norm(out[plan.trained[k]])
+            loss, _ = head_loss(hidden, head, side, plan.target[k])
+            if k == 0 and len(hidden):
+                losses.append((float(loss), len(hidden)))
+            c, a = _compare(hidden, head, side.p, first_choice, log_scale, verifier.draft_ids, plan.target[k])
+            right[k].append(_scatter(c, plan, k))
+            accept[k].append(_scatter(a, plan, k))
+    return _figures(right, accept, losses, samples)
+
+
+def _full_vocabulary(last: Tensor, verifier: VerifierHead) -> tuple[Tensor, Tensor]:
+    """For rows [R, Ht]: the verifier's first choice [R], and log of the draft vocabulary's share of its mass [R]."""
+    choice = torch.empty(len(last), dtype=torch.int64, device=last.device)
+    share = torch.empty(len(last), dtype=torch.float32, device=last.device)
+    for start in range(0, len(last), CHUNK):
+        rows = slice(start, start + CHUNK)
+        logits = (last[rows] @ verifier.head.T).float()
+        choice[rows] = logits.argmax(-1)
+        share[rows] = torch.logsumexp(logits[:, verifier.draft_ids], -1) - torch.logsumexp(logits, -1)
+    return choice, share
+
+
+def _compare(
+    hidden: Tensor, head: Tensor, p: Tensor, choice: Tensor, log_share: Tensor, draft_ids: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Whether first choices agree, and sum min(p, q) over the full vocabulary, for drafter rows [M, H]."""
+    agree = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    accepted = torch.empty_like(agree)
+    for start in range(0, len(hidden), CHUNK):
+        rows = slice(start, start + CHUNK)
+        at = target[rows]
+        logits = (hidden[rows] @ head.T).float()
+        agree[rows] = (draft_ids[logits.argmax(-1)] == choice[at]).float()
+        # p over the draft vocabulary sums to 1; the full distribution gives it only its share of the mass.
+        full_p = p[at].float() * log_share[at].exp()[:, None]
+        accepted[rows] = torch.minimum(full_p, torch.softmax(logits, -1)).sum(-1)
+    return agree, accepted
+
+
+def _scatter(values: Tensor, plan: Plan, step: int) -> Tensor:
+    """[M_k] -> [Q], -1 at queries that this step does not train."""
+    out = torch.full((len(plan.query_row),), -1.0, device=values.device)
+    out[plan.trained[step]] = values
+    return out
+
+
+def _figures(
+    right: list[list[Tensor]], accept: list[list[Tensor]], losses: list[tuple[float, int]], samples: int
+) -> OfflineFigures | None:
+    """Reduce per-query values, -1 where a step does not train, to the figures."""
+    if not losses:
+        return None
+    c = torch.stack([torch.cat(step) for step in right])  # [K, all queries]
+    a = torch.stack([torch.cat(step) for step in accept])
+    every = (c >= 0).all(0)  # trained at all K steps
+    if not every.any():
+        return None
+    joint = c[:, every].cumprod(0).mean(1).tolist()
+    products = a[:, every].cumprod(0).mean(1).tolist()
+    before = [1.0, *joint[:-1]]
+    return OfflineFigures(
+        loss=sum(value for value, _ in losses) / sum(n for _, n in losses),
+        accuracy=[j / b if b else 0.0 for j, b in zip(joint, before, strict=True)],
+        accuracy_joint=joint,
+        acceptance=[float(a[k][a[k] >= 0].mean()) for k in range(len(a))],
+        accept_length=1 + sum(products),
+        accept_length_greedy=1 + sum(joint),
+        positions=int(every.sum()),
+        samples=samples,
+    )

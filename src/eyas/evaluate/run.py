@@ -1,0 +1,253 @@
+"""`eyas eval`: a drafter's figures on the validation split, and by real decoding of its prompts.
+
+The samples are those the run kept for validation: no step has seen them. Each one's prompt (its tokens up to the first
+trained one) is decoded greedily with the drafter and by the verifier alone.
+
+Lossless is checked, not assumed. In float32 the two outputs must be equal token for token. Batches of other shapes
+round differently, so a prompt that differs is decoded again alone before it counts. In bfloat16 rounding is coarse
+enough to turn near-ties; every first difference must then be shown to be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from eyas.device import compute_dtype, pick_device
+from eyas.drafter.checkpoint import load_checkpoint
+from eyas.drafter.model import Drafter
+from eyas.errors import EyasError
+from eyas.evaluate.decode import Decoded, EagleDraft, decode, near_tie
+from eyas.evaluate.offline import OfflineFigures, evaluate
+from eyas.files import write_json
+from eyas.regenerate import end_token_ids
+from eyas.store.reader import Source, open_source
+from eyas.train.batches import Loader, pack, split_source
+from eyas.train.loop import verifier_head
+from eyas.verifier import Verifier
+from eyas.vocab import DraftVocab
+
+Say = Callable[[str], None]
+TIMED = 6  # prompts whose single-stream speed is measured with and without the drafter
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What to evaluate and how. None: as in the run that made the checkpoint."""
+
+    verifier_path: str | None = None
+    data_dir: Path | None = None
+    val_ratio: float | None = None
+    max_seq_len: int | None = None
+    draft_tokens: int = 3
+    prompts: int = 64
+    max_new_tokens: int = 64
+    batch_size: int = 16
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint folder that `path` (a run directory or a checkpoint) means, and its run's settings if any."""
+    folder = path / "best" if (path / "best").exists() else path
+    folder = folder.resolve()
+    if not (folder / "config.json").exists():
+        raise EyasError(f"{path} is neither a run directory with a best checkpoint nor a checkpoint folder")
+    for parent in (folder, *list(folder.parents)[:2]):
+        if (parent / "run.yaml").exists():
+            about = yaml.safe_load((parent / "run.yaml").read_text())
+            return folder, {**about["config"], "run_dir": str(parent)}
+    return folder, {}
+
+
+def evaluate_checkpoint(
+    path: Path, options: EvalOptions, output: Path | None = None, say: Say = print
+) -> dict[str, Any]:
+    """All figures of a checkpoint, written to `output` (default: eval.json in its run directory) and returned.
+
+    Raises EyasError when the decoding is not lossless, after writing the figures.
+    """
+    folder, run = find_checkpoint(path)
+    verifier_path = options.verifier_path or run.get("verifier_path")
+    data_dir = options.data_dir or run.get("data_dir")
+    if not verifier_path or not data_dir:
+        raise EyasError(f"{folder} lies in no run directory: name --verifier-path and --data-dir")
+    max_seq_len = options.max_seq_len or run.get("max_seq_len", 2048)
+    val_ratio = run.get("val_ratio", 0.1) if options.val_ratio is None else options.val_ratio
+    device = pick_device(options.device)
+    dtype = compute_dtype(options.dtype, device)
+    verifier = Verifier(verifier_path)
+    source = open_source(Path(data_dir), verifier.config, verifier.fingerprint, say)
+    drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding())
+    drafter.to(device).eval()
+    _, val, _ = split_source(source, max_seq_len, val_ratio)
+    if not val:
+        raise EyasError(f"{data_dir} keeps no samples for validation: use --val-ratio, or a larger store")
+
+    figures = offline(drafter, vocab, verifier, source, val, max_seq_len, options.draft_tokens, dtype)
+    result: dict[str, Any] = {"checkpoint": folder.name, "val": figures.to_dict() if figures else None}
+    if figures:
+        say(offline_line(figures))
+    prompts = [prompt for i in val if (prompt := prompt_of(*source.tokens(i), max_seq_len))][: options.prompts]
+    names = [source.ids[i] for i in val if prompt_of(*source.tokens(i), max_seq_len)][: options.prompts]
+    layers = source.manifest.layers[:3]
+    result["decode"] = by_decoding(drafter, vocab, verifier, layers, prompts, options, dtype, device, say)
+    result["decode"]["prompt_ids"] = names
+    if output is None and run:
+        output = Path(run["run_dir"]) / "eval.json"
+    if output is not None:
+        write_json(output, result)
+    if not result["decode"]["lossless"]:
+        bad = next(d for d in result["decode"]["differences"] if not d["explained"])
+        raise EyasError(
+            f"decoding is not lossless: {names[bad['prompt']]} differs from the verifier's own output at new token "
+            f"{bad['at']} ({bad['drafted']} for {bad['alone']}); this is a fault of eyas or of the model's code"
+        )
+    return result
+
+
+def offline(
+    drafter: Drafter,
+    vocab: DraftVocab,
+    verifier: Verifier,
+    source: Source,
+    samples: list[int],
+    max_seq_len: int,
+    steps: int,
+    dtype: torch.dtype,
+) -> OfflineFigures | None:
+    """Figures of `samples` from their captured states."""
+    device = drafter.embedding.device
+    head = verifier_head(verifier, source, vocab, device, dtype)
+    packs = pack(samples, source.lengths, max_seq_len, max_seq_len)
+    return evaluate(drafter, head, Loader(source, packs, steps, max_seq_len, 2), steps, dtype)
+
+
+def prompt_of(ids: np.ndarray, loss_mask: np.ndarray, max_seq_len: int) -> list[int]:
+    """The tokens before the first trained one; empty when there are none, or too many."""
+    first = int(np.argmax(loss_mask))
+    return ids[:first].tolist() if 0 < first < max_seq_len else []
+
+
+def by_decoding(
+    drafter: Drafter,
+    vocab: DraftVocab,
+    verifier: Verifier,
+    layers: tuple[int, ...],
+    prompts: list[list[int]],
+    options: EvalOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Say = print,
+) -> dict[str, Any]:
+    """Decode `prompts` with and without the drafter, compare, count, and time one stream."""
+    model = verifier.load_model(dtype, device)
+    targets = torch.from_numpy(vocab.targets).to(device)
+    ends = set(end_token_ids(model, verifier.tokenizer))
+
+    def run(batch: list[list[int]], drafted: bool) -> Decoded:
+        draft = EagleDraft(drafter, targets, dtype) if drafted else None
+        return decode(
+            model,
+            layers,
+            batch,
+            draft=draft,
+            draft_tokens=options.draft_tokens,
+            max_new_tokens=options.max_new_tokens,
+            end_tokens=ends,
+        )
+
+    # Prompts of like length share a batch; the order of the results is the order of the prompts.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    outputs: list[tuple[list[int], list[int]]] = [([], [])] * len(prompts)
+    counted = Decoded([], accepted=[0] * options.draft_tokens)
+    for start in range(0, len(order), options.batch_size):
+        rows = order[start : start + options.batch_size]
+        batch = [prompts[i] for i in rows]
+        drafted, alone = run(batch, True), run(batch, False)
+        counted.rounds += drafted.rounds
+        counted.accepted = [a + b for a, b in zip(counted.accepted, drafted.accepted, strict=True)]
+        counted.tokens += drafted.tokens
+        for i, a, b in zip(rows, drafted.tokens, alone.tokens, strict=True):
+            outputs[i] = (a, b)
+        done = min(start + options.batch_size, len(order))
+        say(f"decoded {done}/{len(order)} prompts · accept length {counted.accept_length:.3f} so far")
+
+    differences = []
+    exact_model: Any = model if dtype == torch.float32 else None
+    for i, (a, b) in enumerate(outputs):
+        if a != b and dtype == torch.float32:
+            a, b = run([prompts[i]], True).tokens[0], run([prompts[i]], False).tokens[0]
+        if a == b:
+            continue
+        at = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        explained, gap, limit = False, float("nan"), float("nan")
+        if dtype != torch.float32 and at < min(len(a), len(b)):
+            exact_model = exact_model or verifier.load_model(torch.float32, device)
+            explained, gap, limit = near_tie(model, exact_model, prompts[i] + a[:at], a[at], b[at])
+        differences.append(
+            {
+                "prompt": i,
+                "at": at,
+                "drafted": a[at] if at < len(a) else None,
+                "alone": b[at] if at < len(b) else None,
+                "explained": explained,
+                "gap": gap,
+                "limit": limit,
+            }
+        )
+
+    streams = {True: Decoded([]), False: Decoded([])}
+    for prompt in prompts[:TIMED]:
+        for drafted_too in (True, False):
+            one = run([prompt], drafted_too)
+            streams[drafted_too].tokens += one.tokens
+            streams[drafted_too].seconds += one.seconds
+    speed = {k: d.new_tokens / max(d.seconds, 1e-9) for k, d in streams.items()}
+    result = {
+        "accept_length": counted.accept_length,
+        "per_position": counted.per_position,
+        "lossless": all(d["explained"] for d in differences),
+        "identical": len(prompts) - len(differences),
+        "differences": differences,
+        "prompts": len(prompts),
+        "tokens": counted.new_tokens,
+        "rounds": counted.rounds,
+        "draft_tokens": options.draft_tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens_per_s": speed[True],
+        "tokens_per_s_alone": speed[False],
+        "speedup": speed[True] / speed[False] if speed[False] else 0.0,
+    }
+    say(decode_line(result))
+    return result
+
+
+def offline_line(f: OfflineFigures) -> str:
+    """The offline figures in one line."""
+    return (
+        f"validation ({f.samples} samples, {f.positions:,} positions): accuracy {slashed(f.accuracy)} conditional, "
+        f"{slashed(f.accuracy_joint)} joint · acceptance {slashed(f.acceptance)} · "
+        f"accept length {f.accept_length:.3f} at temperature 1, {f.accept_length_greedy:.3f} greedy"
+    )
+
+
+def decode_line(r: dict[str, Any]) -> str:
+    """The decoding figures in one line."""
+    same = f"lossless ({r['identical']} of {r['prompts']} identical)" if r["lossless"] else "NOT lossless"
+    return (
+        f"decoding ({r['prompts']} prompts, {r['tokens']:,} tokens, {r['draft_tokens']} drafts a round, {r['dtype']}): "
+        f"accept length {r['accept_length']:.3f} · kept {slashed(r['per_position'])} · {same} · "
+        f"{r['tokens_per_s']:.1f} tokens/s, {r['tokens_per_s_alone']:.1f} alone ({r['speedup']:.2f} times)"
+    )
+
+
+def slashed(values: list[float]) -> str:
+    """0.512/0.331/0.204."""
+    return "/".join(f"{v:.3f}" for v in values)

@@ -1,0 +1,144 @@
+"""`eyas export`: the checkpoint that engines load, how to serve it, and a card that says how good it is."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from eyas.device import parse_dtype
+from eyas.drafter.checkpoint import load_checkpoint, save_checkpoint
+from eyas.errors import EyasError
+from eyas.evaluate.run import find_checkpoint, slashed
+from eyas.files import write_whole
+from eyas.verifier import Verifier
+
+
+def export(
+    path: Path,
+    output_dir: Path,
+    *,
+    verifier_path: str | None = None,
+    dtype: str = "bf16",
+    with_embedding: bool = False,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Write the checkpoint of `path` (a run directory or a checkpoint) for SGLang and vLLM; returns the folder.
+
+    dtype: of the weights, "bf16" or "fp32". with_embedding: also store the verifier's embedding, which engines share
+    with the verifier when it is left out. Raises EyasError.
+    """
+    folder, run = find_checkpoint(path)
+    verifier_path = verifier_path or run.get("verifier_path")
+    if not verifier_path:
+        raise EyasError(f"{folder} lies in no run directory: name --verifier-path")
+    if output_dir.exists() and not (output_dir / "config.json").exists() and any(output_dir.iterdir()):
+        raise EyasError(f"{output_dir} holds other files: name a new folder, or one that an export made")
+    verifier = Verifier(verifier_path)
+    drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding() if with_embedding else None)
+    told = json.loads((folder / "config.json").read_text()).get("eagle_aux_hidden_state_layer_ids")
+    layers = tuple(told or verifier.config.capture_layers())
+    save_checkpoint(
+        output_dir,
+        drafter,
+        vocab,
+        verifier.config,
+        layers,
+        dtype=parse_dtype(dtype),
+        with_embedding=with_embedding,
+    )
+    figures = _figures(run, folder)
+    parameters = sum(p.numel() for p in drafter.parameters())
+    try:
+        text = card(verifier, output_dir, layers, figures, parameters, run)
+        write_whole(output_dir / "README.md", text.encode())
+    except OSError as e:
+        raise EyasError(f"cannot write {output_dir / 'README.md'}: {e.strerror or e}") from None
+    say(f"exported {folder.name} to {output_dir} ({dtype})")
+    k = figures["decode"]["draft_tokens"] if figures else 3
+    for engine, command in serve_commands(verifier_path, output_dir, k).items():
+        say(f"serve with {engine}:\n  {command}")
+    return output_dir
+
+
+def serve_commands(verifier_path: str, drafter_dir: Path, draft_tokens: int) -> dict[str, str]:
+    """The exact command for each engine. With `EAGLE` in place of `EAGLE3` SGLang accepts nothing, without a word."""
+    v, d = shlex.quote(str(verifier_path)), shlex.quote(str(drafter_dir))
+    config = json.dumps({"method": "eagle3", "model": str(drafter_dir), "num_speculative_tokens": draft_tokens})
+    return {
+        "SGLang": (
+            f"python -m sglang.launch_server --model-path {v} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {d} --speculative-num-steps {draft_tokens} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {draft_tokens + 1}"
+        ),
+        "vLLM": f"vllm serve {v} --speculative-config {shlex.quote(config)}",
+    }
+
+
+def _figures(run: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """eval.json of the run, if it is of this checkpoint."""
+    try:
+        found: dict[str, Any] = json.loads((Path(run["run_dir"]) / "eval.json").read_text())
+    except (KeyError, OSError, ValueError):
+        return None
+    return found if found.get("checkpoint") == folder.name else None
+
+
+def card(
+    verifier: Verifier,
+    folder: Path,
+    layers: tuple[int, ...],
+    figures: dict[str, Any] | None,
+    parameters: int,
+    run: dict[str, Any],
+) -> str:
+    """The model card, in Markdown."""
+    name = verifier.config.name
+    lines = [
+        "---",
+        "library_name: eyas",
+        "tags: [eagle3, speculative-decoding, draft-model]",
+        "---",
+        f"# EAGLE-3 drafter for {name}",
+        "",
+        f"{parameters / 1e6:.1f} M trained parameters, one layer. Reads the verifier's states "
+        f"{', '.join(map(str, layers))} (HF index) and drafts the tokens it would say next.",
+        "",
+    ]
+    if figures:
+        d, v = figures["decode"], figures["val"]
+        lines += [
+            "## How good it is",
+            "",
+            "| figure | value |",
+            "|---|---|",
+            f"| accept length, greedy, {d['draft_tokens']} drafts a round ({d['prompts']} held-out prompts, "
+            f"{d['tokens']:,} tokens) | **{d['accept_length']:.2f}** |",
+            f"| drafts kept by position | {slashed(d['per_position'])} |",
+            f"| output equal to the verifier's own | {d['identical']} of {d['prompts']} ({d['dtype']}) |",
+            f"| tokens/s of one stream, with / without, where it was measured | {d['tokens_per_s']:.1f} / "
+            f"{d['tokens_per_s_alone']:.1f} |",
+        ]
+        if v:
+            lines.append(f"| simulated accept length at temperature 1 (validation) | {v['accept_length']:.2f} |")
+        lines.append("")
+    lines += ["## Serve it", ""]
+    k = figures["decode"]["draft_tokens"] if figures else 3
+    for engine, command in serve_commands(str(run.get("verifier_path", name)), folder, k).items():
+        lines += [f"{engine}:", "```", command, "```"]
+    keep = (
+        "epochs",
+        "lr",
+        "ttt_steps",
+        "loss",
+        "step_weight_decay",
+        "noise_std",
+        "max_seq_len",
+        "batch_tokens",
+        "seed",
+    )
+    if run:
+        lines += ["## How it was trained", "", ", ".join(f"{k} {run[k]}" for k in keep if run.get(k) is not None), ""]
+    return "\n".join(lines)

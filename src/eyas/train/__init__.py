@@ -1,0 +1,1 @@
+"""Training: batches, optimiser, loop, and what a run says while it goes."""

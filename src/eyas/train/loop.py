@@ -1,0 +1,334 @@
+"""The training loop: from settings to checkpoints.
+
+Reads top to bottom: what is there is opened and checked against each other, then epochs of steps, each epoch followed
+by validation and a checkpoint. The best checkpoint is the one with the longest simulated accept length on the
+validation split: with longer training the loss goes on falling while the accept length falls too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import yaml
+from torch import Tensor
+
+import eyas
+from eyas.config import TrainConfig
+from eyas.device import compute_dtype, pick_device
+from eyas.drafter.checkpoint import save_checkpoint
+from eyas.drafter.loss import head_loss, verifier_side
+from eyas.drafter.model import Drafter, DrafterConfig
+from eyas.errors import EyasError
+from eyas.evaluate.offline import OfflineFigures, VerifierHead, evaluate
+from eyas.files import write_json, write_whole
+from eyas.store.reader import Source, open_source
+from eyas.train.batches import Batch, Loader, epoch_order, pack, split_source
+from eyas.train.optim import learning_rate, make_optimiser
+from eyas.train.status import Status
+from eyas.verifier import Verifier, VerifierConfig
+from eyas.vocab import DraftVocab
+from eyas.vocab import load as load_vocab
+
+Say = Callable[[str], None]
+
+
+class Run:
+    """Everything one training run holds. `Run(config)` opens and checks; `train()` goes."""
+
+    def __init__(self, config: TrainConfig, say: Say = print) -> None:
+        self.config, self.say = config, say
+        self.device = pick_device(config.device)
+        self.dtype = compute_dtype(config.dtype, self.device)
+        self.verifier = Verifier(config.verifier_path)
+        self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, say)
+        self.vocab = self._vocab()
+        self.train_samples, self.val_samples = self._split()
+        self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
+        self.drafter = self._drafter().to(self.device)
+        self.optimiser = make_optimiser(self.drafter, config)
+        self.batch_tokens = config.batch_tokens or config.max_seq_len
+        self.epochs = [self._packs(epoch) for epoch in range(config.epochs)]
+        self.total = sum(map(len, self.epochs))
+        self.step = 0
+        self.best: tuple[float, Path] | None = None
+        self.validations: list[dict[str, Any]] = []
+        self.step_weights = np.array([config.step_weight_decay**k for k in range(config.ttt_steps)])
+        self.step_weights = self.step_weights / self.step_weights.sum()
+
+    def _vocab(self) -> DraftVocab:
+        V = self.verifier.config.vocab_size
+        if self.config.vocab_mapping_dir is None:
+            return DraftVocab(np.zeros(V, dtype=np.int64), np.ones(V, dtype=bool))
+        return load_vocab(self.config.vocab_mapping_dir, V, self.verifier.fingerprint, self.say)
+
+    def _split(self) -> tuple[list[int], list[int]]:
+        for name, reason in self.source.skipped[:5]:
+            self.say(f"skipped {name}: {reason}")
+        if len(self.source.skipped) > 5:
+            self.say(f"skipped {len(self.source.skipped):,} samples in all")
+        K = self.config.max_seq_len
+        train, val, unusable = split_source(self.source, K, self.config.val_ratio)
+        if unusable:
+            self.say(f"left out {unusable:,} samples with no trained position in their first {K:,} tokens")
+        if not train:
+            raise EyasError(f"{self.config.data_dir} holds no trainable tokens: check the loss masks (eyas prepare)")
+        long = int((self.source.lengths[train + val] > K).sum())
+        if long:
+            self.say(f"{long:,} samples are longer than {K:,} tokens and are cut there (--max-seq-len)")
+        return train, val
+
+    def _drafter(self) -> Drafter:
+        c, v = self.config, self.verifier.config
+        drafter = Drafter(drafter_config(c, v, self.vocab.size), self.verifier.embedding(self.dtype))
+        generator = torch.Generator().manual_seed(c.seed)
+        if c.head_init == "verifier":
+            norm = self.verifier.final_norm()
+            rows = torch.from_numpy(self.vocab.targets)
+            drafter.initialise(generator, self.verifier.lm_head(rows), norm.weight + norm.adds_one)
+        else:
+            drafter.initialise(generator, None, None)
+        return drafter
+
+    def _packs(self, epoch: int) -> list[list[int]]:
+        order = epoch_order(self.train_samples, self.config.seed, epoch)
+        return pack(order, self.source.lengths, self.batch_tokens, self.config.max_seq_len)
+
+    def train(self) -> dict[str, Any]:
+        """Train all epochs; returns what summary.json holds."""
+        c = self.config
+        save_run(c, self.source, self.verifier)
+        tokens = int(np.minimum(self.source.lengths[self.train_samples], c.max_seq_len).sum())
+        self.say(
+            f"{len(self.train_samples):,} samples train ({tokens:,} tokens), {len(self.val_samples):,} validate · "
+            f"{self.total:,} steps in {c.epochs} epochs · "
+            f"{sum(p.numel() for p in self.drafter.parameters()) / 1e6:.1f} M parameters · "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+        )
+        started, self.tokens = time.monotonic(), 0
+        metrics: dict[str, Any] = {}
+        waited = 0.0
+        with Status(self.say) as status:
+            for epoch, packs in enumerate(self.epochs):
+                loader = Loader(self.source, packs, c.ttt_steps, c.max_seq_len, c.num_workers)
+                meter = Meter(loader)
+                status.phase = "waiting for data"
+                for batch in loader:
+                    status.phase = "training step"
+                    metrics = self._step(batch)
+                    meter.add(batch)
+                    first = self.step == 0
+                    self.step += 1
+                    self.tokens += batch.tokens
+                    last = self.step == self.total
+                    where = f"step {self.step:,}/{self.total:,}"
+                    left = (time.monotonic() - started) / self.step * (self.total - self.step)
+                    status.step(where, lambda: self._line(where, epoch, metrics, meter, left), first or last)  # noqa: B023
+                    status.phase = "waiting for data"
+                waited += loader.waited
+                status.phase = "validating"
+                self._validate_and_save(epoch, status)
+        seconds = time.monotonic() - started
+        summary = {
+            "steps": self.step,
+            "epochs": c.epochs,
+            "seconds": round(seconds, 2),
+            "tokens": self.tokens,
+            "tokens_per_s": round(self.tokens / seconds, 1),
+            "data_wait_share": round(waited / seconds, 4),
+            "final_loss": metrics["loss"],
+            "validations": self.validations,
+            "best": str(self.best[1].name) if self.best else None,
+            "skipped": [list(s) for s in self.source.skipped],
+        }
+        write_json(c.output_dir / "summary.json", summary)
+        self.say(f"done: {self.step:,} steps in {seconds:,.0f} s · best checkpoint {c.output_dir / 'best'}")
+        return summary
+
+    def _step(self, batch: Batch) -> dict[str, Any]:
+        """One optimiser step. Returns loss, accuracy per TTT step, gradient norm and learning rate."""
+        rate = learning_rate(self.step, self.total, self.config)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        loss, correct, counts = self.loss(batch, noise=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            names = ", ".join(self.source.ids[i] for i in batch.samples[:5])
+            raise EyasError(
+                f"the loss is {value} at step {self.step + 1}: samples {names}; lower --lr or check the data"
+            )
+        accuracy = [int(c) / n if n else 0.0 for c, n in zip(correct, counts, strict=True)]
+        return {"loss": value, "accuracy": accuracy, "grad_norm": float(norm), "lr": rate}
+
+    def loss(self, batch: Batch, noise: bool) -> tuple[Tensor, list[Tensor], list[int]]:
+        """Weighted loss of one pack; correct and trained positions per TTT step."""
+        plan = batch.plan.to(self.device)
+        states = batch.states.to(self.device, self.dtype)
+        if noise and self.config.noise_std > 0:
+            # Uniform of this width, scaled down with length: the recipe of the first EAGLE code.
+            width = self.config.noise_std * 512 / max(1, len(states))
+            states = states + (torch.rand_like(states) - 0.5) * width
+        last = self.head.norm(batch.last.to(self.device)).to(self.dtype)
+        side = verifier_side(last, self.draft_head)
+        head = self.drafter.lm_head.weight.to(self.dtype)
+        total = torch.zeros((), device=self.device)
+        correct, counts = [], []
+        for k, out in enumerate(self.drafter(plan, states)):
+            hidden = self.drafter.norm(out.index_select(0, plan.trained[k]))
+            value, right = head_loss(hidden, head, side, plan.target[k], self.config.loss)
+            total = total + value * (float(self.step_weights[k]) / max(1, len(hidden)))
+            correct.append(right)
+            counts.append(len(hidden))
+        return total, correct, counts
+
+    @property
+    def draft_head(self) -> Tensor:
+        """The verifier's lm_head rows of the draft vocabulary, [Vd, Ht]."""
+        if not hasattr(self, "_draft_head"):
+            self._draft_head = self.head.draft_head()
+        return self._draft_head
+
+    def _line(self, where: str, epoch: int, m: dict[str, Any], meter: Meter, left: float) -> str:
+        accuracy = "/".join(f"{a:.3f}" for a in m["accuracy"])
+        return (
+            f"{where} · epoch {epoch + 1}/{self.config.epochs} · loss {m['loss']:.4f} · accuracy {accuracy} · "
+            f"lr {m['lr']:.2e} · grad norm {m['grad_norm']:.2f} · {meter.take()} · {clock(left)} left"
+        )
+
+    def _validate_and_save(self, epoch: int, status: Status) -> None:
+        figures = self.validate()
+        folder = self.config.output_dir / "checkpoints" / f"step-{self.step:06d}"
+        value = figures.to_dict() if figures else None
+        status.phase = "saving a checkpoint"
+        save_checkpoint(
+            folder,
+            self.drafter,
+            self.vocab,
+            self.verifier.config,
+            self.source.manifest.layers[:3],
+            more={"eyas.json": {"step": self.step, "epoch": epoch + 1, "validation": value}},
+        )
+        link(self.config.output_dir / "last", folder)
+        score = figures.accept_length if figures else float(self.step)
+        if self.best is None or score > self.best[0]:
+            self.best = (score, folder)
+            link(self.config.output_dir / "best", folder)
+        if figures:
+            self.validations.append({"step": self.step, "epoch": epoch + 1, **figures.to_dict()})
+            accuracy = "/".join(f"{a:.3f}" for a in figures.accuracy)
+            status.line(
+                f"validation after epoch {epoch + 1}: loss {figures.loss:.4f} · accuracy {accuracy} · "
+                f"accept length {figures.accept_length:.3f} (greedy {figures.accept_length_greedy:.3f})"
+            )
+
+    def validate(self) -> OfflineFigures | None:
+        """Figures on the validation split; None without one."""
+        packs = pack(self.val_samples, self.source.lengths, self.batch_tokens, self.config.max_seq_len)
+        loader = Loader(self.source, packs, self.config.ttt_steps, self.config.max_seq_len, self.config.num_workers)
+        return evaluate(self.drafter, self.head, loader, self.config.ttt_steps, self.dtype)
+
+
+class Meter:
+    """Speed since the last line: tokens/s, MB/s, and the share of time spent waiting for data."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self._at, self._tokens, self._waited, self._bytes = time.monotonic(), 0, loader.waited, loader.nbytes
+
+    def add(self, batch: Batch) -> None:
+        """Count a batch."""
+        self._tokens += batch.tokens
+
+    def take(self) -> str:
+        """The figures in words; starts anew."""
+        now = time.monotonic()
+        seconds = max(now - self._at, 1e-9)
+        text = (
+            f"{self._tokens / seconds:,.0f} tokens/s · data wait {(self.loader.waited - self._waited) / seconds:.0%} · "
+            f"{(self.loader.nbytes - self._bytes) / seconds / 1e6:,.1f} MB/s"
+        )
+        self._at, self._tokens, self._waited, self._bytes = now, 0, self.loader.waited, self.loader.nbytes
+        return text
+
+
+def drafter_config(c: TrainConfig, v: VerifierConfig, draft_vocab: int) -> DrafterConfig:
+    """The drafter's sizes: the verifier's, but for what the settings name."""
+    return DrafterConfig(
+        hidden_size=v.hidden_size,
+        target_hidden_size=v.hidden_size,
+        intermediate_size=c.intermediate_size or v.intermediate_size,
+        num_heads=c.num_heads or v.num_heads,
+        num_kv_heads=c.num_kv_heads or v.num_kv_heads,
+        head_dim=c.head_dim or v.head_dim,
+        vocab_size=v.vocab_size,
+        draft_vocab_size=draft_vocab,
+        rms_norm_eps=v.rms_norm_eps,
+        rope_theta=v.rope_theta,
+        rope_scaling=v.rope_scaling,
+        max_position_embeddings=v.max_position_embeddings,
+    )
+
+
+def verifier_head(
+    verifier: Verifier, source: Source, vocab: DraftVocab, device: torch.device, dtype: torch.dtype
+) -> VerifierHead:
+    """The verifier's norm and head as needed for the last states of `source`."""
+    norm = verifier.final_norm()
+    return VerifierHead(
+        norm=(lambda x: norm(x.float())) if source.manifest.norm_side == "before" else (lambda x: x),
+        head=verifier.lm_head(dtype=dtype).to(device),
+        draft_ids=torch.from_numpy(vocab.targets).to(device),
+    )
+
+
+def save_run(config: TrainConfig, source: Source, verifier: Verifier) -> None:
+    """Make the run directory and write run.yaml: the settings, and what they met."""
+    about = {
+        "config": config.resolved(),
+        "eyas": eyas.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "verifier": {"name": verifier.config.name, "fingerprint": verifier.fingerprint},
+        "data": {
+            "samples": len(source.ids),
+            "layers": list(source.manifest.layers),
+            "norm_side": source.manifest.norm_side,
+        },
+    }
+    try:
+        (config.output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        write_whole(config.output_dir / "run.yaml", yaml.safe_dump(about, sort_keys=False).encode())
+    except OSError as e:
+        raise EyasError(f"--output-dir {config.output_dir}: {e.strerror}") from None
+
+
+def link(name: Path, folder: Path) -> None:
+    """Point the symbolic link `name` at `folder`, atomically."""
+    side = name.with_name(f".{name.name}")
+    side.unlink(missing_ok=True)
+    side.symlink_to(os.path.relpath(folder, name.parent))
+    side.replace(name)
+
+
+def clock(seconds: float) -> str:
+    """42 s, 7 min, 3 h 20 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
