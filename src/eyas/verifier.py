@@ -39,6 +39,7 @@ NORM_ADDS_ONE = {
 # A hub repository without its weights; `*.py` and `*.model` are what some tokenizers consist of.
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+FLOATS = ("F32", "F16", "BF16")  # safetensors types that need no scales
 CHUNK_ROWS = 8192  # rows converted at a time: bounds the copy in the file's own dtype
 FINGERPRINT_ROWS = 256
 
@@ -188,10 +189,27 @@ class Verifier:
         """
         return self._matrix(self._head_name(), rows, dtype)
 
+    def decoder_layer(self, index: int) -> dict[str, Tensor]:
+        """The float32 weights of decoder layer `index` (0 reads the embedding), by their names in it without `.weight`.
+
+        Quantised tensors and those of experts are left out; empty when the model has no layer of that name.
+        """
+        prefix = self._embedding_name().removesuffix("embed_tokens.weight") + f"layers.{index}."
+        found = {}
+        for name in self._files:
+            short = name.removeprefix(prefix).removesuffix(".weight")
+            if name.startswith(prefix) and name.endswith(".weight") and "experts" not in short:
+                part = self._open(self._files[name]).get_slice(name)
+                if part.get_dtype() in FLOATS:
+                    found[short] = part[:].float()
+        return found
+
     def load_model(self, dtype: torch.dtype, device: str | torch.device = "cpu") -> Any:
         """The whole model by transformers, in eval mode. This is the one costly call of the class."""
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # it would garble the command's own lines
         try:
             if self._hub_id:
                 self._fetch("*.safetensors")
@@ -242,7 +260,7 @@ class Verifier:
             part = self._open(self._files[name]).get_slice(name)
         except SafetensorError:
             raise EyasError(f"{self.path / self._files[name]} lacks {name}, which the index puts there") from None
-        if part.get_dtype() not in ("F32", "F16", "BF16"):
+        if part.get_dtype() not in FLOATS:
             raise EyasError(f"{self._where(name)} is quantised ({part.get_dtype()}): eyas needs bf16, fp16 or fp32")
         return part
 

@@ -97,13 +97,17 @@ def capture(
                 for i, s in zip(batch, states, strict=True):
                     writer.add(prepared.ids[i], prepared.input_ids[i], prepared.loss_mask[i], s)
                 progress.add(len(batch), sum(map(len, rows)))
+    size = sum(p.stat().st_size for p in output.iterdir())
+    agreement = min(agreements) if agreements else None
+    if agreement is not None:
+        say(f"capture: {size / 1e6:,.0f} MB; the head agrees with the verifier on {agreement:.1%} of checked positions")
     return {
         "path": str(output),
         "samples": len(prepared.ids),
         "tokens": progress.all_tokens,
         **progress.figures(),
-        "bytes": sum(p.stat().st_size for p in output.iterdir()),
-        "agreement": min(agreements) if agreements else None,
+        "bytes": size,
+        "agreement": agreement,
     }
 
 

@@ -121,7 +121,7 @@ def save_checkpoint(
         tensors["t2d"] = torch.from_numpy(vocab.t2d)
     if with_embedding:
         tensors["embed_tokens.weight"] = drafter.embedding.to("cpu", dtype).contiguous()
-    side = folder.with_name(f".{folder.name}.{os.getpid()}")
+    side, old = (folder.with_name(f".{folder.name}.{os.getpid()}{end}") for end in ("", ".old"))
     try:
         shutil.rmtree(side, ignore_errors=True)
         side.mkdir(parents=True)
@@ -131,7 +131,6 @@ def save_checkpoint(
         for path in (*side.iterdir(), side):
             _sync(path)
         if folder.exists():
-            old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
             folder.rename(old)
             side.rename(folder)
             shutil.rmtree(old)
@@ -140,7 +139,10 @@ def save_checkpoint(
         _sync(folder.parent)
     except (OSError, SafetensorError) as e:
         shutil.rmtree(side, ignore_errors=True)
-        raise EyasError(f"cannot write the checkpoint {folder}: {e}; free some space or name another folder") from None
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        why = " ".join(str(e).split())
+        raise EyasError(f"cannot write the checkpoint {folder}: {why}; free some space or name another") from None
 
 
 def _sync(path: Path) -> None:
@@ -165,6 +167,8 @@ def load_checkpoint(
         raise EyasError(f"{folder} is no drafter checkpoint: {Path(e.filename or WEIGHTS).name} is missing") from None
     except (OSError, ValueError, SafetensorError) as e:
         raise EyasError(f"{folder} cannot be read: {' '.join(str(e).split())}") from None
+    if not isinstance(c, dict):
+        raise EyasError(f"{folder}: {CONFIG} is no JSON object")
     tensors = {name.replace("layers.0.", "midlayer.", 1).removeprefix("model."): t for name, t in tensors.items()}
     config = _drafter_config(c, verifier, folder)
     embedding = tensors.pop("embed_tokens.weight", embedding)

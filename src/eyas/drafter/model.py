@@ -95,10 +95,12 @@ class MLP(nn.Module):
         self.gate_proj = Linear(c.hidden_size, c.intermediate_size)
         self.up_proj = Linear(c.hidden_size, c.intermediate_size)
         self.down_proj = Linear(c.intermediate_size, c.hidden_size)
+        self.dropout = 0.0  # while training
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H] -> [.., H]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        middle = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        out: Tensor = self.down_proj(F.dropout(middle, self.dropout, self.training))
         return out
 
 
@@ -112,10 +114,12 @@ class MidLayer(nn.Module):
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.dropout = 0.0  # while training
 
     def mix(self, token: Tensor, hidden: Tensor) -> Tensor:
         """Embedding [T, H] and state [T, H] -> attention input [T, 2H], embedding first."""
-        return torch.cat([self.input_layernorm(token), self.hidden_norm(hidden)], dim=-1)
+        mixed = torch.cat([self.input_layernorm(token), self.hidden_norm(hidden)], dim=-1)
+        return F.dropout(mixed, self.dropout, self.training)
 
     def finish(self, hidden: Tensor, attention: Tensor) -> Tensor:
         """State [Q, H] and attention output [Q, n, d] -> layer output [Q, H], before the final norm."""
@@ -138,23 +142,6 @@ class Drafter(nn.Module):
         self.lm_head = Linear(c.hidden_size, c.draft_vocab_size)
         self.register_buffer("embedding", embedding, persistent=False)
         self._rotary: Any = None
-
-    def initialise(self, generator: torch.Generator, head: Tensor | None, norm: Tensor | None) -> None:
-        """Fresh weights: N(0, 0.02) for projections, ones for norms.
-
-        head: [Vd, H], the verifier's lm_head rows of the draft vocabulary, and norm: [H], its final norm weight: where
-        given the drafter starts from them instead, which saves it learning to read its own output.
-        """
-        with torch.no_grad():
-            for name, p in self.named_parameters():
-                if p.ndim > 1:
-                    p.normal_(0.0, 0.02, generator=generator)
-                elif name.endswith("weight"):
-                    p.fill_(1.0)
-            if head is not None:
-                self.lm_head.weight.copy_(head)
-            if norm is not None:
-                self.norm.weight.copy_(norm)
 
     def embed(self, token: Tensor, dtype: torch.dtype) -> Tensor:
         """Token ids [..] -> [.., H]."""

@@ -12,6 +12,7 @@ drafter's own output.
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from dataclasses import dataclass, field
@@ -75,7 +76,6 @@ class EagleDraft:
         self.valid: Tensor | None = None
         self.hidden = self.position = torch.empty(0)
 
-    @torch.inference_mode()
     def read(self, tokens: Tensor, states: Tensor, position: Tensor, valid: Tensor) -> None:
         """See Draft."""
         out = self._layer(tokens, self.drafter.fc(states.to(self.dtype)), position, valid, keep=True)
@@ -83,7 +83,6 @@ class EagleDraft:
         rows = torch.arange(len(last), device=valid.device)
         self.hidden, self.position = out[rows, last], position[rows, last]
 
-    @torch.inference_mode()
     def propose(self, count: int) -> Tensor:
         """See Draft. The drafts' own keys leave the cache again: what is kept is read anew, with true states."""
         kept = self.keys, self.values, self.valid
@@ -136,10 +135,11 @@ class VerifierRows:
         from transformers import DynamicCache
 
         self.model, self.layers = model, layers
+        named = inspect.signature(model.forward).parameters
+        self.cache_name = "cache" if "cache" in named else "past_key_values"  # renamed during transformers 5
         self.cache = DynamicCache(config=model.config.get_text_config())
         self.mask = torch.empty(0)
 
-    @torch.inference_mode()
     def run(self, tokens: Tensor, position: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """tokens, position, valid: [B, q]. Returns (logits [B, q, V], states [B, q, 3 Ht])."""
         self.mask = torch.cat([self.mask, valid.long()], 1) if len(self.mask) else valid.long()
@@ -147,7 +147,7 @@ class VerifierRows:
             input_ids=tokens,
             attention_mask=self.mask,
             position_ids=position,
-            past_key_values=self.cache,
+            **{self.cache_name: self.cache},
             use_cache=True,
             output_hidden_states=True,
         )
@@ -171,6 +171,7 @@ def check_full_attention(config: Any, tokens: int) -> None:
         )
 
 
+@torch.inference_mode()
 def decode(
     model: Any,
     layers: tuple[int, ...],

@@ -10,6 +10,7 @@ enough to turn near-ties; every first difference must then be shown to be one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from eyas.files import write_json
 from eyas.regenerate import end_token_ids
 from eyas.store.reader import Source, open_source
 from eyas.train.batches import Loader, pack, split_source
-from eyas.train.loop import verifier_head
+from eyas.train.loop import aux_layers, verifier_head
 from eyas.verifier import Verifier
 from eyas.vocab import DraftVocab
 
@@ -51,6 +52,7 @@ class EvalOptions:
     batch_size: int = 16
     dtype: str = "auto"
     device: str = "auto"
+    trust_remote_code: bool = False
 
 
 def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -61,8 +63,11 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
         raise EyasError(f"{path} is neither a run directory with a best checkpoint nor a checkpoint folder")
     for parent in (folder, *list(folder.parents)[:2]):
         if (parent / "run.yaml").exists():
-            about = yaml.safe_load((parent / "run.yaml").read_text())
-            return folder, {**about["config"], "run_dir": str(parent)}
+            try:
+                about = yaml.safe_load((parent / "run.yaml").read_text())
+                return folder, {**about["config"], "run_dir": str(parent)}
+            except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+                raise EyasError(f"{parent / 'run.yaml'} cannot be read: it is not what eyas train wrote") from None
     return folder, {}
 
 
@@ -82,25 +87,33 @@ def evaluate_checkpoint(
     val_ratio = run.get("val_ratio", 0.1) if options.val_ratio is None else options.val_ratio
     device = pick_device(options.device)
     dtype = compute_dtype(options.dtype, device)
-    verifier = Verifier(verifier_path)
+    verifier = Verifier(verifier_path, trust_remote_code=options.trust_remote_code)
     source = open_source(Path(data_dir), verifier.config, verifier.fingerprint, say)
     drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding())
+    layers = aux_layers(source, verifier)
+    told = json.loads((folder / "config.json").read_text()).get("eagle_aux_hidden_state_layer_ids")
+    if layers != tuple(told or verifier.config.capture_layers()):
+        raise EyasError(f"{folder} reads other layers than {list(layers)}, which {data_dir} holds: name its own data")
     drafter.to(device).eval()
     _, val, _ = split_source(source, max_seq_len, val_ratio)
     if not val:
         raise EyasError(f"{data_dir} keeps no samples for validation: use --val-ratio, or a larger store")
 
+    if output is None and run:
+        output = Path(run["run_dir"]) / "eval.json"
+    if output is not None:
+        try:  # before minutes of work
+            output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise EyasError(f"cannot write {output}: {e.strerror}") from None
     figures = offline(drafter, vocab, verifier, source, val, max_seq_len, options.draft_tokens, dtype)
     result: dict[str, Any] = {"checkpoint": folder.name, "val": figures.to_dict() if figures else None}
     if figures:
         say(offline_line(figures))
     prompts = [prompt for i in val if (prompt := prompt_of(*source.tokens(i), max_seq_len))][: options.prompts]
     names = [source.ids[i] for i in val if prompt_of(*source.tokens(i), max_seq_len)][: options.prompts]
-    layers = source.manifest.layers[:3]
     result["decode"] = by_decoding(drafter, vocab, verifier, layers, prompts, options, dtype, device, say)
     result["decode"]["prompt_ids"] = names
-    if output is None and run:
-        output = Path(run["run_dir"]) / "eval.json"
     if output is not None:
         write_json(output, result)
     if not result["decode"]["lossless"]:
@@ -187,7 +200,7 @@ def by_decoding(
         if a == b:
             continue
         at = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        explained, gap, limit = False, float("nan"), float("nan")
+        explained, gap, limit = False, None, None
         if dtype != torch.float32 and at < min(len(a), len(b)):
             exact_model = exact_model or verifier.load_model(torch.float32, device)
             explained, gap, limit = near_tie(model, exact_model, prompts[i] + a[:at], a[at], b[at])

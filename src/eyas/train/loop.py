@@ -25,9 +25,10 @@ from torch import Tensor
 import eyas
 from eyas.config import TrainConfig
 from eyas.device import compute_dtype, pick_device
-from eyas.drafter.checkpoint import save_checkpoint
+from eyas.drafter.checkpoint import config_json, save_checkpoint
 from eyas.drafter.loss import head_loss, verifier_side
 from eyas.drafter.model import Drafter, DrafterConfig
+from eyas.drafter.start import start_from_verifier, start_random
 from eyas.errors import EyasError
 from eyas.evaluate.offline import OfflineFigures, VerifierHead, evaluate
 from eyas.files import write_json, write_whole
@@ -47,23 +48,25 @@ class Run:
 
     def __init__(self, config: TrainConfig, say: Say = print) -> None:
         self.config, self.say = config, say
+        torch.manual_seed(config.seed)  # of noise and dropout
         self.device = pick_device(config.device)
         self.dtype = compute_dtype(config.dtype, self.device)
-        self.verifier = Verifier(config.verifier_path)
+        self.verifier = Verifier(config.verifier_path, trust_remote_code=config.trust_remote_code)
         self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, say)
         self.vocab = self._vocab()
         self.train_samples, self.val_samples = self._split()
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
         self.drafter = self._drafter().to(self.device)
+        self.layers = aux_layers(self.source, self.verifier)
+        config_json(self.drafter.config, self.verifier.config, self.layers, "float32")  # refuses before any work
         self.optimiser = make_optimiser(self.drafter, config)
+        self.noise = torch.Generator(self.device).manual_seed(config.seed)
         self.batch_tokens = config.batch_tokens or config.max_seq_len
         self.epochs = [self._packs(epoch) for epoch in range(config.epochs)]
         self.total = sum(map(len, self.epochs))
         self.step = 0
         self.best: tuple[float, Path] | None = None
         self.validations: list[dict[str, Any]] = []
-        self.step_weights = np.array([config.step_weight_decay**k for k in range(config.ttt_steps)])
-        self.step_weights = self.step_weights / self.step_weights.sum()
 
     def _vocab(self) -> DraftVocab:
         V = self.verifier.config.vocab_size
@@ -90,13 +93,13 @@ class Run:
     def _drafter(self) -> Drafter:
         c, v = self.config, self.verifier.config
         drafter = Drafter(drafter_config(c, v, self.vocab.size), self.verifier.embedding(self.dtype))
-        generator = torch.Generator().manual_seed(c.seed)
-        if c.head_init == "verifier":
-            norm = self.verifier.final_norm()
-            rows = torch.from_numpy(self.vocab.targets)
-            drafter.initialise(generator, self.verifier.lm_head(rows), norm.weight + norm.adds_one)
-        else:
-            drafter.initialise(generator, None, None)
+        start_random(drafter, c.seed)
+        if c.init == "verifier":
+            targets = torch.from_numpy(self.vocab.targets)
+            taken = start_from_verifier(drafter, self.verifier, targets, aux_layers(self.source, self.verifier)[2])
+            self.say(f"starts from the verifier's {', '.join(taken) or 'nothing: the sizes differ'}")
+        drafter.lm_head.weight.requires_grad_(not c.freeze_head)
+        drafter.midlayer.dropout = drafter.midlayer.mlp.dropout = c.dropout
         return drafter
 
     def _packs(self, epoch: int) -> list[list[int]]:
@@ -119,7 +122,8 @@ class Run:
         waited = 0.0
         with Status(self.say) as status:
             for epoch, packs in enumerate(self.epochs):
-                loader = Loader(self.source, packs, c.ttt_steps, c.max_seq_len, c.num_workers)
+                steps = 1 if epoch < c.ttt_warmup_epochs else c.ttt_steps
+                loader = Loader(self.source, packs, steps, c.max_seq_len, c.num_workers)
                 meter = Meter(loader)
                 status.phase = "waiting for data"
                 for batch in loader:
@@ -180,16 +184,18 @@ class Run:
         if noise and self.config.noise_std > 0:
             # Uniform of this width, scaled down with length: the recipe of the first EAGLE code.
             width = self.config.noise_std * 512 / max(1, len(states))
-            states = states + (torch.rand_like(states) - 0.5) * width
+            uniform = torch.rand(states.shape, generator=self.noise, device=self.device, dtype=states.dtype)
+            states = states + (uniform - 0.5) * width
         last = self.head.norm(batch.last.to(self.device)).to(self.dtype)
         side = verifier_side(last, self.draft_head)
         head = self.drafter.lm_head.weight.to(self.dtype)
         total = torch.zeros((), device=self.device)
         correct, counts = [], []
+        weights = [self.config.step_weight_decay**k for k in range(plan.steps)]
         for k, out in enumerate(self.drafter(plan, states)):
             hidden = self.drafter.norm(out.index_select(0, plan.trained[k]))
             value, right = head_loss(hidden, head, side, plan.target[k], self.config.loss)
-            total = total + value * (float(self.step_weights[k]) / max(1, len(hidden)))
+            total = total + value * (weights[k] / sum(weights) / max(1, len(hidden)))
             correct.append(right)
             counts.append(len(hidden))
         return total, correct, counts
@@ -218,7 +224,7 @@ class Run:
             self.drafter,
             self.vocab,
             self.verifier.config,
-            self.source.manifest.layers[:3],
+            self.layers,
             more={"eyas.json": {"step": self.step, "epoch": epoch + 1, "validation": value}},
         )
         link(self.config.output_dir / "last", folder)
@@ -238,7 +244,10 @@ class Run:
         """Figures on the validation split; None without one."""
         packs = pack(self.val_samples, self.source.lengths, self.batch_tokens, self.config.max_seq_len)
         loader = Loader(self.source, packs, self.config.ttt_steps, self.config.max_seq_len, self.config.num_workers)
-        return evaluate(self.drafter, self.head, loader, self.config.ttt_steps, self.dtype)
+        self.drafter.eval()
+        figures = evaluate(self.drafter, self.head, loader, self.config.ttt_steps, self.dtype)
+        self.drafter.train()
+        return figures
 
 
 class Meter:
@@ -265,14 +274,19 @@ class Meter:
 
 
 def drafter_config(c: TrainConfig, v: VerifierConfig, draft_vocab: int) -> DrafterConfig:
-    """The drafter's sizes: the verifier's, but for what the settings name."""
+    """The drafter's sizes: the verifier's, but for what the settings name. Raises EyasError for impossible ones."""
+    heads, kv_heads, head_dim = c.num_heads or v.num_heads, c.num_kv_heads or v.num_kv_heads, c.head_dim or v.head_dim
+    if heads % kv_heads:
+        raise EyasError(f"{heads} heads cannot share {kv_heads} key/value heads: set --num-heads and --num-kv-heads")
+    if head_dim % 2:
+        raise EyasError(f"a head size of {head_dim} is odd, which rotary positions do not allow: set --head-dim")
     return DrafterConfig(
         hidden_size=v.hidden_size,
         target_hidden_size=v.hidden_size,
         intermediate_size=c.intermediate_size or v.intermediate_size,
-        num_heads=c.num_heads or v.num_heads,
-        num_kv_heads=c.num_kv_heads or v.num_kv_heads,
-        head_dim=c.head_dim or v.head_dim,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=v.vocab_size,
         draft_vocab_size=draft_vocab,
         rms_norm_eps=v.rms_norm_eps,
@@ -282,11 +296,21 @@ def drafter_config(c: TrainConfig, v: VerifierConfig, draft_vocab: int) -> Draft
     )
 
 
+def aux_layers(source: Source, verifier: Verifier) -> tuple[int, ...]:
+    """HF indices of the three states that the drafter reads; files that do not say hold the usual ones."""
+    manifest = source.manifest
+    return tuple(manifest.layers[:3]) if manifest.layer_unit == "hf" else verifier.config.capture_layers()
+
+
 def verifier_head(
     verifier: Verifier, source: Source, vocab: DraftVocab, device: torch.device, dtype: torch.dtype
 ) -> VerifierHead:
     """The verifier's norm and head as needed for the last states of `source`."""
     norm = verifier.final_norm()
+    if source.manifest.norm_side not in ("before", "after"):
+        raise EyasError(
+            "the data does not show which side of the final norm its last states are on: no trained tokens?"
+        )
     return VerifierHead(
         norm=(lambda x: norm(x.float())) if source.manifest.norm_side == "before" else (lambda x: x),
         head=verifier.lm_head(dtype=dtype).to(device),
@@ -319,11 +343,15 @@ def save_run(config: TrainConfig, source: Source, verifier: Verifier) -> None:
 
 
 def link(name: Path, folder: Path) -> None:
-    """Point the symbolic link `name` at `folder`, atomically."""
+    """Point the symbolic link `name` at `folder`, atomically. Raises EyasError when the disk refuses."""
     side = name.with_name(f".{name.name}")
-    side.unlink(missing_ok=True)
-    side.symlink_to(os.path.relpath(folder, name.parent))
-    side.replace(name)
+    try:
+        side.unlink(missing_ok=True)
+        side.symlink_to(os.path.relpath(folder, name.parent))
+        side.replace(name)
+    except OSError as e:
+        side.unlink(missing_ok=True)
+        raise EyasError(f"cannot write {name}: {e.strerror}") from None
 
 
 def clock(seconds: float) -> str:

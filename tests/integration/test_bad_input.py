@@ -1,0 +1,468 @@
+"""Bad input: one clear line on standard error, exit code 2, no traceback, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import Eyas, Result, Tiny, write_conversations
+from safetensors.torch import load_file, save_file
+
+from eyas.config import load_config
+from eyas.store.layout import Manifest
+from eyas.store.reader import open_source
+from eyas.store.writer import StoreWriter
+from eyas.train.loop import Run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES = ("--max-seq-len", 64, "--batch-tokens", 128, "--dtype", "fp32", "--epochs", 1)
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of one epoch. Read it, never write to it."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    settings = {
+        "verifier_path": str(tiny.verifier), "data_dir": tiny.store, "vocab_mapping_dir": tiny.vocab,
+        "output_dir": folder, "max_seq_len": 64, "epochs": 1, "dtype": "fp32",
+    }  # fmt: skip
+    Run(load_config(settings), lambda _text: None).train()
+    return folder
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    assert result.code == 2
+    assert len(result.err) == 1, result.err
+    assert result.err[0].startswith("eyas: ")
+    for word in words:
+        assert word in result.err[0]
+    assert "Traceback" not in "\n".join(result.out)
+
+
+def train_arguments(tiny: Tiny, output: Path, **changes: object) -> list[object]:
+    """`eyas train` on the tiny store, with some arguments changed; None leaves one out."""
+    arguments = {
+        "verifier_path": tiny.verifier, "data_dir": tiny.store, "vocab_mapping_dir": tiny.vocab, "output_dir": output,
+        **changes,
+    }  # fmt: skip
+    flags = [(f"--{n.replace('_', '-')}", value) for n, value in arguments.items() if value is not None]
+    return ["train", *(x for pair in flags for x in pair), *SIZES]
+
+
+def another_verifier(folder: Path, **changes: int) -> Path:
+    """A random llama of the tiny verifier's sizes, but for `changes`, and with the same tokenizer."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    source = changes.pop("source")
+    torch.manual_seed(7)
+    config = LlamaConfig(**{**LlamaConfig.from_pretrained(source).to_dict(), **changes})  # type: ignore[arg-type]
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def commands(tiny: Tiny, run: Path, output: Path, verifier: object) -> dict[str, list[object]]:
+    """Every command with a verifier, writing to `output`."""
+    v = ["--verifier-path", verifier]
+    return {
+        "prepare": ["prepare", *v, "--data", tiny.conversations, "--output-dir", output],
+        "capture": ["capture", *v, "--prepared", tiny.prepared, "--output-dir", output, "--dtype", "fp32"],
+        "vocab": ["vocab", *v, "--data", tiny.prepared, "--output-dir", output],
+        "train": train_arguments(tiny, output, verifier_path=verifier),
+        "eval": ["eval", run, *v, "--output", output / "eval.json", "--dtype", "fp32", "--prompts", 2],
+        "export": ["export", run, *v, "--output-dir", output],
+    }
+
+
+COMMANDS = ("prepare", "capture", "vocab", "train", "eval", "export")
+
+
+# -- the verifier ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_missing_verifier(tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas, name: str) -> None:
+    nowhere = tmp_path / "nowhere"
+    result = eyas(*commands(tiny, run, tmp_path / "out", nowhere)[name])
+    assert_refused(result, f"no verifier at {nowhere}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_folder_that_is_no_verifier(tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    assert_refused(eyas(*commands(tiny, run, tmp_path / "out", tmp_path / "empty")[name]), "no config.json")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["capture", "vocab", "train", "eval", "export"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": 32}, ()),
+        ({"vocab_size": 402}, ()),
+        ({}, ()),  # the same sizes, other weights
+    ],
+)
+def test_what_belongs_to_another_verifier(
+    tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas, name: str, change: dict[str, int], words: tuple[str, ...]
+) -> None:
+    if name == "export" and not change:
+        pytest.skip("a checkpoint fits every verifier of its sizes")
+    other = another_verifier(tmp_path / "other", source=tiny.verifier, **change)  # type: ignore[arg-type]
+    result = eyas(*commands(tiny, run, tmp_path / "out", other)[name])
+    assert_refused(result, *words, "other")
+    assert not (tmp_path / "out").exists()
+    if name == "train" and change.get("hidden_size"):
+        assert "hidden size 64, not 32" in result.err[0]
+
+
+def test_founding_files_of_another_hidden_size(tiny: Tiny, founding: Path, tmp_path: Path, eyas: Eyas) -> None:
+    other = another_verifier(tmp_path / "other", source=tiny.verifier, hidden_size=32)  # type: ignore[arg-type]
+    result = eyas(*train_arguments(tiny, tmp_path / "out", verifier_path=other, data_dir=founding / "D"))
+    assert_refused(result, "states are 64 wide", "hidden size 32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_founding_files_of_another_verifier(tiny: Tiny, founding: Path, tmp_path: Path, eyas: Eyas) -> None:
+    other = another_verifier(tmp_path / "other", source=tiny.verifier)  # type: ignore[arg-type]
+    result = eyas(*train_arguments(tiny, tmp_path / "out", verifier_path=other, data_dir=founding / "D"))
+    assert_refused(result, "does not hold states of other")
+    assert not (tmp_path / "out").exists()
+
+
+# -- the vocabulary ----------------------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_of_another_size(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    (tmp_path / "m").mkdir()
+    np.save(tmp_path / "m" / "d2t.npy", np.zeros(3, np.int64))
+    np.save(tmp_path / "m" / "t2d.npy", np.arange(401) < 3)
+    result = eyas(*train_arguments(tiny, tmp_path / "out", vocab_mapping_dir=tmp_path / "m"))
+    assert_refused(result, "t2d is for 401 tokens, the verifier has 400")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_vocabulary(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    result = eyas(*train_arguments(tiny, tmp_path / "out", vocab_mapping_dir=tmp_path / "m"))
+    assert_refused(result, "no d2t.npy or d2t.pt", "eyas vocab")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_vocabulary_that_is_a_pickle_is_not_executed(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    (tmp_path / "m").mkdir()
+    torch.save({"d2t": Evil()}, tmp_path / "m" / "d2t.pt")
+    torch.save(torch.ones(400, dtype=torch.bool), tmp_path / "m" / "t2d.pt")
+    result = eyas(*train_arguments(tiny, tmp_path / "out", vocab_mapping_dir=tmp_path / "m"))
+    assert_refused(result, "d2t.pt cannot be read")
+    assert not (tmp_path / "executed").exists()
+
+
+# -- the data ----------------------------------------------------------------------------------------------------------
+
+
+def write_store(tiny: Tiny, folder: Path, trained: int) -> Path:
+    """A store of the tiny verifier's in which every sample has so many trained tokens."""
+    with StoreWriter(folder, Manifest.load(tiny.store)) as store:
+        for i in range(6):
+            store.add(f"s{i}", np.arange(20), np.arange(20) >= 20 - trained, torch.randn(4, 20, 64))
+    return folder
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_no_trainable_tokens(tiny: Tiny, tmp_path: Path, eyas: Eyas, trained: int) -> None:
+    store = write_store(tiny, tmp_path / "store", trained)
+    result = eyas(*train_arguments(tiny, tmp_path / "out", data_dir=store))
+    assert_refused(result, "no trained token" if trained == 0 else "no trainable tokens")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_trainable_tokens_in_conversations(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hello?"}]}) + "\n")
+    v = ("--verifier-path", tiny.verifier)
+    result = eyas("prepare", *v, "--data", tmp_path / "c.jsonl", "--output-dir", tmp_path / "out")
+    assert_refused(result, "nothing to train on")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "empty", "file"])
+def test_no_data(tiny: Tiny, tmp_path: Path, eyas: Eyas, kind: str) -> None:
+    data = tmp_path / kind
+    if kind == "empty":
+        data.mkdir()
+    elif kind == "file":
+        data.touch()
+    assert_refused(eyas(*train_arguments(tiny, tmp_path / "out", data_dir=data)), str(data))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def damaged(founding: Path, tmp_path: Path) -> Path:
+    """The founding story's folder with an empty, a truncated, a wordless and an untrained file in it."""
+    folder = tmp_path / "D"
+    shutil.copytree(founding / "D", folder)
+    whole = (folder / "data_3.pt").read_bytes()
+    (folder / "data_1.pt").write_bytes(b"")
+    (folder / "data_3.pt").write_bytes(whole[: len(whole) * 2 // 3])
+    data = torch.load(folder / "data_5.pt", weights_only=True)
+    torch.save({**data, "input_ids": data["input_ids"][:0], "loss_mask": data["loss_mask"][:0]}, folder / "data_5.pt")
+    data = torch.load(folder / "data_7.pt", weights_only=True)
+    torch.save({**data, "loss_mask": data["loss_mask"] * 0}, folder / "data_7.pt")
+    return folder
+
+
+def test_broken_samples_are_skipped_counted_and_named(tiny: Tiny, damaged: Path, tmp_path: Path, eyas: Eyas) -> None:
+    result = eyas(*train_arguments(tiny, tmp_path / "out", data_dir=damaged))
+    assert (result.code, result.err) == (0, [])
+    names = {"data_1.pt": "is empty", "data_3.pt": "cannot be read", "data_5.pt": "has no tokens", "data_7.pt": "train"}
+    for name, reason in names.items():
+        assert any(line.startswith(f"skipped {name}: ") and reason in line for line in result.out), name
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert sorted(name for name, _ in summary["skipped"]) == sorted(names)
+    assert yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())["data"]["samples"] == 20
+
+
+def test_many_broken_samples_are_counted(tiny: Tiny, founding: Path, tmp_path: Path, eyas: Eyas) -> None:
+    shutil.copytree(founding / "D", tmp_path / "D")
+    for i in range(9):
+        (tmp_path / "D" / f"data_{i}.pt").write_bytes(b"")
+    result = eyas(*train_arguments(tiny, tmp_path / "out", data_dir=tmp_path / "D"))
+    assert result.code == 0
+    assert sum(line.startswith("skipped data_") for line in result.out) == 5
+    assert "skipped 9 samples in all" in result.out
+    assert len(json.loads((tmp_path / "out" / "summary.json").read_text())["skipped"]) == 9
+
+
+def test_nothing_but_broken_samples(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    (tmp_path / "D").mkdir()
+    for i in range(3):
+        (tmp_path / "D" / f"data_{i}.pt").write_bytes(b"PK\x03\x04 and no more")
+    result = eyas(*train_arguments(tiny, tmp_path / "out", data_dir=tmp_path / "D"))
+    assert_refused(result, "none of 3 data_*.pt files can be used")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_truncated_shard_costs_its_samples_by_name(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    shutil.copytree(tiny.store, tmp_path / "store")
+    (shard,) = (tmp_path / "store").glob("shard-*")
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size * 3 // 4)
+    lost = [name for name, _ in open_source(tmp_path / "store").skipped]
+    result = eyas(*train_arguments(tiny, tmp_path / "out", data_dir=tmp_path / "store"))
+    assert (result.code, result.err) == (0, [])
+    assert 3 < len(lost) < 35
+    assert f"skipped {len(lost):,} samples in all" in result.out
+    assert any(line.startswith(f"skipped {lost[0]}: ") and "is truncated" in line for line in result.out)
+    skipped = json.loads((tmp_path / "out" / "summary.json").read_text())["skipped"]
+    assert [name for name, _ in skipped] == lost
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_states_that_are_no_numbers_stop_the_run_with_their_names(
+    tiny: Tiny, tmp_path: Path, eyas: Eyas, value: float
+) -> None:
+    with StoreWriter(tmp_path / "store", Manifest.load(tiny.store)) as store:
+        for i in range(4):
+            store.add(f"s{i}", np.arange(20), np.arange(20) >= 5, torch.full((4, 20, 64), value))
+    result = eyas(*train_arguments(tiny, tmp_path / "out", data_dir=tmp_path / "store"))
+    assert_refused(result, "the loss is nan at step 1", "samples s")
+    assert not (tmp_path / "out" / "best").exists() and not any((tmp_path / "out" / "checkpoints").iterdir())
+
+
+# -- settings and checkpoints ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--lr", "0"], "--lr 0.0"),
+        (["--lr", "inf"], "--lr inf"),
+        (["--loss", "mse"], "--loss 'mse'"),
+        (["--dtype", "int8"], "--dtype 'int8'"),
+        (["--device", "tpu9"], "--device tpu9"),
+        (["--num-heads", "3"], "3 heads cannot share 2 key/value heads"),
+        (["--head-dim", "7"], "a head size of 7 is odd"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
+    ],
+)
+def test_settings_that_cannot_be(tiny: Tiny, tmp_path: Path, eyas: Eyas, arguments: list[str], words: str) -> None:
+    assert_refused(eyas(*train_arguments(tiny, tmp_path / "out"), *arguments), words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_typer_refuses_has_code_2_and_no_traceback(eyas: Eyas) -> None:
+    for arguments in (["train", "--epochs", "many"], ["train", "--nonsense"], ["prepare"], ["nonsense"]):
+        result = eyas(*arguments)
+        assert result.code == 2 and not any("Traceback" in line for line in result.err)
+
+
+@pytest.mark.parametrize("command", ["eval", "export"])
+def test_a_checkpoint_that_is_none(tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas, command: str) -> None:
+    out = ["--output", tmp_path / "out" / "e.json"] if command == "eval" else ["--output-dir", tmp_path / "out"]
+    assert_refused(eyas(command, tmp_path / "nowhere", *out), "neither a run directory")
+    assert_refused(eyas(command, tiny.store, *out), "neither a run directory")
+    alone = tmp_path / "alone"
+    shutil.copytree(run / "best", alone)
+    assert_refused(eyas(command, alone, *out), "lies in no run directory", "--verifier-path")
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy, symlinks=True)
+    (copy / "run.yaml").write_text("not: [what")
+    assert_refused(eyas(command, copy, *out), "run.yaml cannot be read")
+    (copy / "run.yaml").write_bytes((run / "run.yaml").read_bytes())
+    weights = (copy / "best").resolve() / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({n: t for n, t in tensors.items() if n != "lm_head.weight"}, weights)
+    assert_refused(eyas(command, copy, *out), "tensor lm_head.weight [96, 64] is missing")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert_refused(eyas(command, copy, *out), "cannot be read")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_is_not_evaluated_on_states_of_other_layers(
+    tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas
+) -> None:
+    v = ("--verifier-path", tiny.verifier)
+    captured = eyas(
+        "capture", *v, "--prepared", tiny.prepared, "--output-dir", tmp_path / "s", "--layers", "1,3,6", "--dtype", "fp32"
+    )
+    assert captured.code == 0
+    out = ("--output", tmp_path / "out.json", "--dtype", "fp32")
+    assert_refused(eyas("eval", run, "--data-dir", tmp_path / "s", *out), "reads other layers than [1, 3, 6]")
+    assert not (tmp_path / "out.json").exists()
+
+
+# -- the output --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_output_below_a_file(tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas, name: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    result = eyas(*commands(tiny, run, tmp_path / "file" / "out", tiny.verifier)[name])
+    assert_refused(result, str(tmp_path / "file"), "Not a directory")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+class Disk:
+    """A small file system of its own, at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def mount(self, *options: str) -> None:
+        self.path.mkdir(exist_ok=True)
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", self.path], check=False)
+        if done.returncode:
+            pytest.skip("needs root, to mount a small disk")
+
+    def fill(self, free_kib: int) -> None:
+        (self.path / "filler").write_bytes(bytes(shutil.disk_usage(self.path).free - free_kib * 1024))
+
+    def files(self) -> list[str]:
+        return sorted(str(p.relative_to(self.path)) for p in self.path.rglob("*") if not p.is_dir() and p.name != "filler")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    made = Disk(tmp_path / "disk")
+    yield made
+    if os.path.ismount(made.path):
+        subprocess.run(["umount", "-l", made.path], check=True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_output_that_must_not_be_written(tiny: Tiny, run: Path, disk: Disk, eyas: Eyas, name: str) -> None:
+    if os.geteuid():
+        disk.path.mkdir()
+        disk.path.chmod(0o555)
+    else:  # root writes everywhere but on a read-only disk
+        disk.mount("ro", "size=64m")
+    result = eyas(*commands(tiny, run, disk.path / "out", tiny.verifier)[name])
+    assert_refused(result, str(disk.path), "Permission denied" if os.geteuid() else "Read-only file system")
+    assert list(disk.path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "free_kib", "left"),
+    [
+        ("prepare", 0, []),
+        pytest.param("prepare", 4, [], marks=pytest.mark.xfail(reason="prepared.parquet stays without prepare.json")),
+        ("capture", 0, []),
+        ("capture", 64, []),
+        ("vocab", 0, []),
+        ("train", 0, []),
+        ("train", 64, ["out/run.yaml"]),
+        ("eval", 0, []),
+        ("export", 0, []),
+        ("export", 64, []),
+    ],
+)
+def test_a_full_output(
+    tiny: Tiny, run: Path, disk: Disk, eyas: Eyas, name: str, free_kib: int, left: list[str]
+) -> None:
+    disk.mount("size=4m")
+    disk.fill(free_kib)
+    if name == "eval":
+        (disk.path / "out").mkdir()
+    result = eyas(*commands(tiny, run, disk.path / "out", tiny.verifier)[name])
+    assert_refused(result, str(disk.path), "free there" if name == "capture" else "No space left")
+    assert disk.files() == left
+    if left:
+        assert yaml.safe_load((disk.path / "out" / "run.yaml").read_text())["config"]["max_seq_len"] == 64
+
+
+def test_a_disk_that_fills_up_during_training_leaves_the_checkpoints_before(
+    tiny: Tiny, run: Path, disk: Disk, eyas: Eyas
+) -> None:
+    size = sum(p.stat().st_size for p in (run / "best").resolve().iterdir())
+    disk.mount("size=16m")
+    disk.fill((5 * size // 2 + 64 * 1024) // 1024)
+    arguments = train_arguments(tiny, disk.path / "out")
+    arguments[arguments.index("--epochs") + 1] = 4
+    assert_refused(eyas(*arguments), "cannot write the checkpoint", "No space left")
+    folders = sorted((disk.path / "out" / "checkpoints").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert sorted(p.name for p in folder.iterdir()) == ["config.json", "eyas.json", "model.safetensors"]
+        assert load_file(folder / "model.safetensors").keys() == load_file(run / "best" / "model.safetensors").keys()
+    assert (disk.path / "out" / "last").resolve() == folders[-1]
+
+
+def test_a_disk_that_fills_up_during_capture_keeps_what_is_recorded_and_goes_on_later(
+    tiny: Tiny, disk: Disk, eyas: Eyas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.mount("size=16m")
+    monkeypatch.setattr("eyas.capture.local._check_space", lambda *_: None)  # somebody else fills it meanwhile
+    disk.fill(900)
+    arguments = commands(tiny, tmp_path, disk.path / "out", tiny.verifier)["capture"]
+    result = eyas(*arguments, "--batch-tokens", 100)
+    assert_refused(result, "cannot be written: No space left")
+    (disk.path / "filler").unlink()
+    assert eyas(*arguments).code == 0
+    whole, again = open_source(tiny.store), open_source(disk.path / "out")
+    assert sorted(whole.ids) == sorted(again.ids) and again.skipped == []
+
+
+def test_more_conversations_under_the_same_name_are_prepared_whole(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    """A refused run leaves the older output as it was."""
+    v = ("--verifier-path", tiny.verifier)
+    write_conversations(tmp_path / "c.jsonl", 5)
+    assert eyas("prepare", *v, "--data", tmp_path / "c.jsonl", "--output-dir", tmp_path / "out").code == 0
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    (tmp_path / "c.jsonl").write_text("{}\n")
+    assert_refused(eyas("prepare", *v, "--data", tmp_path / "c.jsonl", "--output-dir", tmp_path / "out"), "nothing to")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before

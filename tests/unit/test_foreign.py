@@ -1,0 +1,237 @@
+"""The founding story's files are read in place, checked against the verifier, and never executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.errors import EyasError
+from eyas.store import foreign
+from eyas.store.agreement import agreement, norm_side
+from eyas.store.reader import open_source
+from eyas.verifier import FinalNorm, Verifier
+
+COUNT = 12
+
+
+@pytest.fixture(scope="session")
+def on_policy(tiny_verifier: Path) -> list[dict[str, Any]]:
+    """What the verifier says to random prompts: {input_ids, loss_mask, before, after (the four states, float32)}."""
+    model = Verifier(tiny_verifier).load_model(torch.float32)
+    kept: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _m, args: kept.append(args[0]))
+    samples, rng = [], torch.Generator().manual_seed(0)
+    for i in range(COUNT):
+        prompt = torch.randint(3, 300, (1, 5 + i), generator=rng)
+        with torch.inference_mode():
+            ids = model.generate(prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0)
+            kept.clear()
+            states = model(ids, output_hidden_states=True).hidden_states
+        aux = [states[k][0].clone() for k in (2, 4, 5)]
+        mask = torch.arange(ids.shape[1]) >= prompt.shape[1]
+        sample = {"input_ids": ids[0].clone(), "loss_mask": mask.long()}
+        samples.append({**sample, "before": [*aux, kept[0][0].clone()], "after": [*aux, states[-1][0].clone()]})
+    return samples
+
+
+def save(
+    folder: Path, samples: list[dict[str, Any]], side: str = "before", dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    for i, s in enumerate(samples):
+        states = [h.to(dtype) for h in s[side]]
+        content = {"input_ids": s["input_ids"], "loss_mask": s["loss_mask"], "hidden_states": states}
+        torch.save(content, folder / f"data_{i}.pt")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_founding_files_are_read_in_place(tmp_path: Path, on_policy: list[Any], dtype: torch.dtype) -> None:
+    source = open_source(save(tmp_path / "d", on_policy, dtype=dtype))
+    assert source.ids == [f"data_{i}.pt" for i in range(COUNT)]  # 2 before 10
+    assert source.skipped == []
+    assert source.manifest.norm_side == "unknown"
+    for i, s in enumerate(on_policy):
+        ids, mask = source.tokens(i)
+        assert ids.dtype == np.int32
+        assert ids.tolist() == s["input_ids"].tolist()
+        assert mask.tolist() == s["loss_mask"].bool().tolist()
+        assert (source.lengths[i], source.trained[i]) == (25 + i, 20)
+        expected = torch.stack([h.to(dtype).to(torch.bfloat16) for h in s["before"]])
+        assert torch.equal(source.states(i), expected)
+        assert torch.equal(source.states(i, 3, 9, layers=source.manifest.layers[1:3]), expected[1:3, 3:9])
+        assert source.nbytes(i) == 4 * (25 + i) * 64 * dtype.itemsize
+
+
+def test_a_leading_one_in_the_shapes_is_taken_off(tmp_path: Path, on_policy: list[Any]) -> None:
+    s = on_policy[0]
+    content = {
+        "input_ids": s["input_ids"][None],
+        "loss_mask": s["loss_mask"][None],
+        "hidden_states": [h[None] for h in s["before"]],
+    }
+    torch.save(content, tmp_path / "data_0.pt")
+    source = open_source(tmp_path)
+    assert source.tokens(0)[0].tolist() == s["input_ids"].tolist()
+    assert torch.equal(source.states(0, 2, 4), torch.stack(s["before"])[:, 2:4].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_the_norm_side_is_found_by_agreement(
+    tmp_path: Path, on_policy: list[Any], tiny_verifier: Path, side: str
+) -> None:
+    source = open_source(save(tmp_path / "d", on_policy, side), Verifier(tiny_verifier).config)
+    assert source.manifest.norm_side == side
+    assert source.manifest.layers == (2, 4, 5, 8)
+    assert source.manifest.layer_unit == "hf"
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_norm_of_equal_weights_is_told_by_its_root_mean_square(side: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    head, norm = torch.randn(50, 32, generator=rng), FinalNorm(torch.ones(32), 1e-6, False)
+    states = 7 * torch.randn(400, 32, generator=rng)
+    states = states if side == "before" else norm(states)
+    targets = (states @ head.T).argmax(dim=1)
+    assert norm_side(states.to(torch.bfloat16), targets, head, norm)[0] == side
+
+
+def test_agreement_counts_the_positions_whose_target_is_first() -> None:
+    head = torch.eye(4)
+    states = torch.tensor([[1.0, 0, 0, 0], [0, 2, 1, 0], [0, 0, 3, 1], [0, 0, 1, 4]])
+    assert agreement(states, torch.tensor([0, 1, 3, 3]), head) == 0.75
+    assert agreement(states, torch.tensor([0, 1, 3, 3]), head, lambda h: h.flip(1)) == 0.0
+    assert agreement(states[:0], torch.tensor([]), head) == 0.0
+
+
+def test_states_of_another_verifier_are_refused(tmp_path: Path, on_policy: list[Any], tiny_verifier: Path) -> None:
+    rolled = [{**s, "before": [h.roll(1, dims=1) for h in s["before"]]} for s in on_policy]
+    with pytest.raises(EyasError, match="does not hold states of") as caught:
+        open_source(save(tmp_path / "d", rolled), Verifier(tiny_verifier).config)
+    assert "\n" not in str(caught.value)
+
+
+def test_states_of_another_width_are_refused(tmp_path: Path, on_policy: list[Any], tiny_verifier: Path) -> None:
+    narrow = [{**s, "before": [h[:, :32] for h in s["before"]]} for s in on_policy]
+    with pytest.raises(EyasError, match=r"states are 32 wide, but .* has hidden size 64"):
+        open_source(save(tmp_path / "d", narrow), Verifier(tiny_verifier).config)
+
+
+def test_broken_files_are_left_out_by_name(tmp_path: Path, on_policy: list[Any], tiny_verifier: Path) -> None:
+    folder = save(tmp_path / "d", on_policy)
+    good = torch.load(folder / "data_3.pt", weights_only=True)
+
+    def put(name: str, **changes: Any) -> None:
+        torch.save({k: v for k, v in {**good, **changes}.items() if v is not None}, folder / name)
+
+    put("data_20.pt", loss_mask=None)
+    put("data_21.pt", loss_mask=good["loss_mask"][:-1])
+    put("data_22.pt", hidden_states=[h[:-1] for h in good["hidden_states"]])
+    put("data_23.pt", hidden_states=good["hidden_states"][:3])
+    put("data_24.pt", loss_mask=torch.zeros_like(good["loss_mask"]))
+    put("data_25.pt", input_ids=torch.full_like(good["input_ids"], 5000))
+    torch.save([1, 2], folder / "data_26.pt")
+    (folder / "data_27.pt").touch()
+    (folder / "data_28.pt").write_bytes((folder / "data_4.pt").read_bytes()[:-2000])
+    (folder / "data_29.pt").write_bytes(b"\0" * 5000)
+    put("data_30.pt", input_ids=good["input_ids"][:0], loss_mask=good["loss_mask"][:0])
+    source = open_source(folder, Verifier(tiny_verifier).config)
+    reasons = dict(source.skipped)
+    assert source.ids == [f"data_{i}.pt" for i in range(COUNT)]
+    assert sorted(reasons) == [f"data_{i}.pt" for i in range(20, 31)]
+    for number, part in {
+        20: "has no 'loss_mask'",
+        21: "loss_mask has 27 values for 28 tokens",
+        22: "for 28 tokens",
+        23: "must be 4 tensors",
+        24: "no trained token",
+        25: "token id 5000 is outside",
+        26: "not a dictionary",
+        27: "is empty",
+        28: "cannot be read",
+        29: "cannot be read",
+        30: "no tokens",
+    }.items():
+        assert part in reasons[f"data_{number}.pt"]
+    assert all("\n" not in reason for reason in reasons.values())
+
+
+def test_a_folder_of_broken_files_only_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "data_0.pt").touch()
+    with pytest.raises(EyasError, match=r"none of 1 data_\*\.pt files can be used; data_0\.pt: is empty"):
+        open_source(tmp_path)
+
+
+class Malice:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_malicious_pickle_does_not_run(tmp_path: Path, on_policy: list[Any]) -> None:
+    folder = save(tmp_path / "d", on_policy[:1])
+    marker = tmp_path / "ran"
+    torch.save({"input_ids": Malice(marker)}, folder / "data_1.pt")
+    (folder / "data_2.pt").write_bytes(pickle.dumps(Malice(marker)))
+    source = open_source(folder)
+    assert source.ids == ["data_0.pt"]
+    assert [name for name, _ in source.skipped] == ["data_1.pt", "data_2.pt"]
+    assert not marker.exists()
+
+
+def test_the_index_is_built_once_and_again_when_a_file_changes(
+    tmp_path: Path, on_policy: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, looked = save(tmp_path / "d", on_policy), []
+    real = foreign._look
+    monkeypatch.setattr(foreign, "_look", lambda path: looked.append(path.name) or real(path))
+    first = open_source(folder)
+    assert len(looked) == COUNT
+    second = open_source(folder)
+    assert len(looked) == COUNT
+    assert second.ids == first.ids
+    assert second.lengths.tolist() == first.lengths.tolist()
+    assert second.tokens(5)[0].tolist() == on_policy[5]["input_ids"].tolist()
+    torch.save({"input_ids": [1]}, folder / "data_5.pt")
+    third = open_source(folder)
+    assert len(looked) == 2 * COUNT
+    assert [name for name, _ in third.skipped] == ["data_5.pt"]
+    assert third.tokens(5)[0].tolist() == on_policy[6]["input_ids"].tolist()
+
+
+def test_a_damaged_index_is_not_believed(tmp_path: Path, on_policy: list[Any]) -> None:
+    folder = save(tmp_path / "d", on_policy)
+    open_source(folder)
+    index = folder / foreign.INDEX
+    data = bytearray(index.read_bytes())
+    data[-3] ^= 4
+    index.write_bytes(data)
+    assert open_source(folder).tokens(11)[0].tolist() == on_policy[11]["input_ids"].tolist()
+    assert index.read_bytes() != bytes(data)
+
+
+def test_where_the_folder_cannot_be_written_the_index_is_kept_elsewhere(
+    tmp_path: Path, on_policy: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = save(tmp_path / "d", on_policy)
+    (folder / foreign.INDEX).mkdir()  # what root cannot overwrite either
+    open_source(folder)
+    assert len(list((tmp_path / "cache" / "eyas").glob("index-*.safetensors"))) == 1
+    monkeypatch.setattr(foreign, "_look", lambda _path: pytest.fail("the kept index was not used"))
+    assert open_source(folder).ids[0] == "data_0.pt"
+
+
+def test_a_file_that_vanishes_later_is_one_line(tmp_path: Path, on_policy: list[Any]) -> None:
+    source = open_source(save(tmp_path / "d", on_policy[:2]))
+    (tmp_path / "d" / "data_1.pt").unlink()
+    with pytest.raises(EyasError, match=r"data_1\.pt cannot be read any more"):
+        source.states(1)
