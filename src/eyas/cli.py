@@ -1,6 +1,7 @@
 """Every command's arguments and help, in the order in which people use them. No logic, and nothing heavy imported.
 
-Exit codes: 0 done; 2 something in the input is wrong, said in one line; 130 interrupted.
+Exit codes: 0 done; 2 something in the input or on the machine is wrong, said in one line; 130 interrupted. `why` and
+`ps` have their own (docs/why.md) and read their own words.
 """
 
 from __future__ import annotations
@@ -215,6 +216,25 @@ def export(
         trust_remote_code=trust_remote_code,
         say=say,
     )
+
+
+OWN_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=OWN_WORDS)
+def why(context: typer.Context) -> None:
+    """What is this silent process doing? PID, name, host:PID, @gpu0, log file, run directory."""
+    from eyas.why.__main__ import main as run
+
+    sys.exit(run(context.args))
+
+
+@app.command(context_settings=OWN_WORDS)
+def ps(context: typer.Context) -> None:
+    """Training processes here or on another host, the most suspicious first."""
+    from eyas.why.__main__ import main as run
+
+    sys.exit(run(["ps", *context.args]))
 
 
 @app.command()

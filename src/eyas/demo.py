@@ -8,13 +8,21 @@ chosen by is in bench/RESULTS.md.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from eyas.config import TrainConfig
 from eyas.errors import EyasError
 from eyas.files import write_json
 
@@ -25,13 +33,20 @@ MADE = {"prepared", "store", "vocab", "train", "drafter", "summary.json"}  # in 
 MAX_SEQ_LEN = 512
 DRAFT_VOCABULARY = 4096
 TRAIN: dict[str, Any] = {
-    "epochs": 4,
-    "lr": 1e-3,
-    "batch_tokens": 512,
+    "epochs": 5,
+    "ttt_warmup_epochs": 2,
     "ttt_steps": 3,
+    "step_weight_decay": 0.5,
+    "lr": 2e-3,
+    "batch_tokens": 512,
+    "weight_decay": 0.1,
+    "dropout": 0.1,
+    "freeze_head": True,
+    "num_kv_heads": 9,
     "val_ratio": 0.08,
     "num_workers": 2,
 }
+EVAL: dict[str, Any] = {"prompts": 64, "max_new_tokens": 64, "batch_size": 32, "draft_tokens": 3}
 
 
 def smollm2(cache_dir: Path, say: Say = print) -> Path:
@@ -53,9 +68,10 @@ def smollm2(cache_dir: Path, say: Say = print) -> Path:
     say(f"dequantising {GGUF} into {folder} (once)")
     side = cache_dir / ".SmolLM2-135M-Instruct"
     shutil.rmtree(side, ignore_errors=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        places[0], gguf_file=GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off otherwise
+        model = AutoModelForCausalLM.from_pretrained(
+            places[0], gguf_file=GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        )
     model.config._name_or_path = "SmolLM2-135M-Instruct"
     model.save_pretrained(side)
     AutoTokenizer.from_pretrained(places[0], gguf_file=GGUF).save_pretrained(side)
@@ -96,7 +112,6 @@ def demo(run_dir: Path, cache_dir: Path, conversations: Path, say: Say = print) 
     from eyas.evaluate.run import EvalOptions, evaluate_checkpoint
     from eyas.export import export
     from eyas.prepare import prepare
-    from eyas.train.loop import Run
     from eyas.verifier import Verifier
     from eyas.vocab import build
 
@@ -113,8 +128,8 @@ def demo(run_dir: Path, cache_dir: Path, conversations: Path, say: Say = print) 
         "max_seq_len": MAX_SEQ_LEN,
         **TRAIN,
     }
-    trained = stages.run("train", lambda s: Run(load_config(flags), s).train())
-    figures = stages.run("eval", lambda s: evaluate_checkpoint(run, EvalOptions(), say=s))
+    trained = stages.run("train", lambda s: train_and_ask(load_config(flags), s))
+    figures = stages.run("eval", lambda s: evaluate_checkpoint(run, EvalOptions(**EVAL), say=s))
     exported = stages.run("export", lambda s: export(run, run_dir / "drafter", say=s))
 
     decode = {name: value for name, value in figures["decode"].items() if name not in ("differences", "prompt_ids")}
@@ -132,6 +147,36 @@ def demo(run_dir: Path, cache_dir: Path, conversations: Path, say: Say = print) 
     say(table(summary))
     say(f"summary: {run_dir / 'summary.json'} · drafter: {exported}")
     return summary
+
+
+def train_and_ask(config: TrainConfig, say: Say) -> dict[str, Any]:
+    """Train, and half-way ask `eyas why` about this very process, as somebody else on the machine would."""
+    from eyas.train.loop import Run
+
+    run = Run(config, say)
+
+    def ask() -> None:
+        while run.step < run.total // 2:
+            if over.wait(0.2):
+                return
+        command = [sys.executable, "-m", "eyas", "why", str(os.getpid()), "--json"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        try:
+            answer = json.loads(found.stdout)
+        except ValueError:
+            say(f"eyas why gave no answer: {found.stderr.strip()}")
+            return
+        chain = " -> ".join(link["words"] for link in answer["chain"])
+        say(f"$ eyas why {os.getpid()}\n{answer['sentence']}\nwait chain: {chain}")
+
+    over = threading.Event()
+    asking = threading.Thread(target=ask, name="eyas-demo-why", daemon=True)
+    asking.start()
+    try:
+        return run.train()
+    finally:
+        over.set()
+        asking.join()
 
 
 def table(s: dict[str, Any]) -> str:
