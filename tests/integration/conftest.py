@@ -83,7 +83,10 @@ def write_conversations(path: Path, count: int) -> None:
         for i in range(count):
             word, other = QUESTIONS[i % 10], QUESTIONS[(i * 7 + i // 10) % 10]
             answer = f"The {word} of {other} number {i} is the {other} that jumps over the lazy {word}. " * (1 + i % 2)
-            messages = [{"role": "user", "content": f"What is the {word} {i}?"}, {"role": "assistant", "content": answer}]
+            messages = [
+                {"role": "user", "content": f"What is the {word} {i}?"},
+                {"role": "assistant", "content": answer},
+            ]
             file.write(json.dumps({"id": f"c{i}", "messages": messages}) + "\n")
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import Eyas, Result, Tiny, write_conversations
 from safetensors.torch import load_file, save_file
 
+from conftest import Eyas, Result, Tiny, write_conversations
 from eyas.config import load_config
 from eyas.store.layout import Manifest
 from eyas.store.reader import open_source
@@ -338,7 +338,16 @@ def test_a_drafter_is_not_evaluated_on_states_of_other_layers(
 ) -> None:
     v = ("--verifier-path", tiny.verifier)
     captured = eyas(
-        "capture", *v, "--prepared", tiny.prepared, "--output-dir", tmp_path / "s", "--layers", "1,3,6", "--dtype", "fp32"
+        "capture",
+        *v,
+        "--prepared",
+        tiny.prepared,
+        "--output-dir",
+        tmp_path / "s",
+        "--layers",
+        "1,3,6",
+        "--dtype",
+        "fp32",
     )
     assert captured.code == 0
     out = ("--output", tmp_path / "out.json", "--dtype", "fp32")
@@ -373,7 +382,9 @@ class Disk:
         (self.path / "filler").write_bytes(bytes(shutil.disk_usage(self.path).free - free_kib * 1024))
 
     def files(self) -> list[str]:
-        return sorted(str(p.relative_to(self.path)) for p in self.path.rglob("*") if not p.is_dir() and p.name != "filler")
+        return sorted(
+            str(p.relative_to(self.path)) for p in self.path.rglob("*") if not p.is_dir() and p.name != "filler"
+        )
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from eyas.errors import EyasError
 from eyas.verifier import VerifierConfig
 from eyas.vocab import DraftVocab
 
-H, HT, I, V, VD, HEADS, KV, D = 32, 24, 40, 50, 20, 4, 2, 8
-SIZES = DrafterConfig(H, HT, I, HEADS, KV, D, V, VD, rms_norm_eps=1e-6, rope_theta=50_000.0)
+H, HT, INNER, V, VD, HEADS, KV, D = 32, 24, 40, 50, 20, 4, 2, 8
+SIZES = DrafterConfig(H, HT, INNER, HEADS, KV, D, V, VD, rms_norm_eps=1e-6, rope_theta=50_000.0)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LAYERS = (2, 4, 5)  # of eight: the default
 
@@ -66,9 +66,9 @@ def contract(embedding: bool = False, vocab: bool = True) -> dict[str, tuple[int
         "midlayer.self_attn.k_proj.weight": (KV * D, 2 * H),
         "midlayer.self_attn.v_proj.weight": (KV * D, 2 * H),
         "midlayer.self_attn.o_proj.weight": (H, HEADS * D),
-        "midlayer.mlp.gate_proj.weight": (I, H),
-        "midlayer.mlp.up_proj.weight": (I, H),
-        "midlayer.mlp.down_proj.weight": (H, I),
+        "midlayer.mlp.gate_proj.weight": (INNER, H),
+        "midlayer.mlp.up_proj.weight": (INNER, H),
+        "midlayer.mlp.down_proj.weight": (H, INNER),
         "midlayer.hidden_norm.weight": (H,),
         "midlayer.input_layernorm.weight": (H,),
         "midlayer.post_attention_layernorm.weight": (H,),
@@ -120,7 +120,7 @@ def test_config_is_the_contracts(tmp_path: Path) -> None:
         "model_type": "llama",
         "hidden_size": H,
         "target_hidden_size": HT,
-        "intermediate_size": I,
+        "intermediate_size": INNER,
         "num_hidden_layers": 1,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV,
@@ -351,7 +351,7 @@ def test_a_failed_write_leaves_the_older_checkpoint_and_nothing_else(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(broken, how)
-            with pytest.raises(EyasError, match="cannot write the checkpoint .*No space left") as error:
+            with pytest.raises(EyasError, match=r"cannot write the checkpoint .*No space left") as error:
                 save(tmp_path / "c", with_embedding=True)
             assert "\n" not in str(error.value)
         assert [p.name for p in tmp_path.iterdir()] == ["c"]

@@ -62,7 +62,9 @@ class Rigged:
     def read(self, tokens: Tensor, states: Tensor, position: Tensor, valid: Tensor) -> None:
         assert states.shape == (*tokens.shape, 3 * 64)
         for row, truth in enumerate(self.truth):
-            for token, p, is_valid in zip(tokens[row].tolist(), position[row].tolist(), valid[row].tolist(), strict=True):
+            for token, p, is_valid in zip(
+                tokens[row].tolist(), position[row].tolist(), valid[row].tolist(), strict=True
+            ):
                 if is_valid and p + 1 < len(truth):
                     assert token == truth[p + 1]
                     assert p == self.read_up_to[row]
@@ -77,7 +79,9 @@ class Rigged:
         return torch.tensor(drafts)
 
 
-def drafted(model: Any, prompts: list[list[int]], draft: Any, count: int, K: int = 3, end: set[int] | None = None) -> Decoded:
+def drafted(
+    model: Any, prompts: list[list[int]], draft: Any, count: int, K: int = 3, end: set[int] | None = None
+) -> Decoded:
     return decode(
         model, LAYERS, prompts, draft=draft, draft_tokens=K, max_new_tokens=count, end_tokens=end or set()
     )  # fmt: skip
@@ -321,6 +325,6 @@ def test_a_near_tie_is_told_from_a_real_difference(tiny_verifier: Path) -> None:
     is_one, gap, limit = near_tie(rounded, exact, prefix, best, 3)
     assert is_one and gap < limit
     assert not near_tie(rounded, exact, prefix, best, order[-1])[0], "far apart"
-    low = [t for t in order[-2:]]
+    low = order[-2:]
     assert not near_tie(rounded, exact, prefix, *low)[0], "close to each other, but far from the best"
     assert not near_tie(exact, exact, prefix, best, order[2])[0], "without rounding nothing is a tie but equality"

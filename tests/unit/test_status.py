@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_steady_steps_are_said_at_least_every_interval_and_not_much_more(clock: 
         status._look()
         clock.now += pace
         status.step(f"step {n}", lambda: "line", force=n == 0)
-    gaps = [b - a for a, b in zip(said, said[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(said)]
     assert max(gaps) <= 10 + 1e-6
     assert min(gaps) >= min(5.0, 10 - pace) - 1e-6
     assert len(said) <= 100 / min(gaps) + 2

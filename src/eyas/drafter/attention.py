@@ -24,7 +24,7 @@ from torch import Tensor
 from eyas.drafter.precision import wide
 
 BLOCK = 1 << 24  # score elements at a time: 64 MiB in fp32
-SMALL = 1 << 20  # score elements up to which documents share a block
+SMALL = 1 << 16  # score elements up to which documents share a block
 
 
 class Document(NamedTuple):

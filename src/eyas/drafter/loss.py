@@ -120,12 +120,15 @@ def row_loss(p: Tensor, logits: Tensor, entropy: Tensor, kind: Kind) -> tuple[Te
 
     p, logits: [c, Vd] fp32; entropy: [c] of p. Returns ([c], [c, Vd]). Overwrites logits.
     """
-    scale = torch.logsumexp(logits, dim=-1)  # [c]
     if kind == "kl":
-        # sum p (log p - log q) with log q = logits - scale, and sum p = 1
-        value = scale - torch.linalg.vecdot(p, logits) - entropy
-        return value, logits.sub_(scale[:, None]).exp_().sub_(p)
-    log_q = logits.sub_(scale[:, None])
+        # sum p (log p - log q), with log q = logits - scale and sum p = 1; one exponential serves value and gradient
+        cross = torch.linalg.vecdot(p, logits)
+        top = logits.amax(-1, keepdim=True)
+        q = logits.sub_(top).exp_()
+        total = q.sum(-1, keepdim=True)
+        value = (top + total.log())[:, 0] - cross - entropy
+        return value, q.div_(total).sub_(p)
+    log_q = torch.log_softmax(logits, dim=-1)
     q = log_q.exp()
     if kind == "reverse_kl":
         ratio = log_q - p.clamp_min(TINY).log()
