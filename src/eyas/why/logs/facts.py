@@ -118,7 +118,7 @@ class Pace:
     """Seconds per step. Robust median over recent windows, the first step left out."""
 
     seconds_per_step: float
-    source: Literal["printed", "elapsed", "stamps", "rate", "stretched"]  # where from; stretched = mtime and size only
+    source: Literal["printed", "elapsed", "stamps", "rate"]  # the log's own figure, a bar's clock, time stamps
     windows: int = 0  # how many windows the median is over
     spread: float | None = None  # (p90 - p10) / median of the windows
     latest: float | None = None  # the last window alone
@@ -168,6 +168,7 @@ class LogFacts:
     step: int | None = None
     total: int | None = None
     scope: Literal["run", "epoch"] | None = None  # what `step`/`total` count
+    unit: str = "step"  # "step", "epoch", "sample", "round"
     epoch: float | None = None
     epochs: float | None = None
     pace: Pace | None = None
