@@ -721,14 +721,8 @@ VMSTAT = ("oom_kill", "pswpin", "pswpout", "pgmajfault", "workingset_refault_fil
 
 def host_counters(keys: dict) -> dict:
     """What moves on the host: paging, disks, pressure, load, memory, network, and the cgroups given."""
-    out = {"vmstat": pairs(text("/proc/vmstat"), VMSTAT), "disks": {}, "pressure": {}, "load": None, "mem": meminfo(), "net": {}, "cgroups": {}}
-    for line in (text("/proc/diskstats") or "").splitlines():
-        f = line.split()
-        if len(f) < 14 or f[2].startswith(("loop", "ram", "zram")) or (f[3] == "0" and f[7] == "0"):
-            continue
-        out["disks"][f[2]] = {"dev": f[0] + ":" + f[1], "reads": int(f[3]), "read_bytes": int(f[5]) * 512, "read_ms": int(f[6]), "writes": int(f[7]),
-                              "write_bytes": int(f[9]) * 512, "write_ms": int(f[10]), "in_flight": int(f[11]), "busy_ms": int(f[12]),
-                              "queue_ms": int(f[13])}
+    out = {"vmstat": pairs(text("/proc/vmstat"), VMSTAT), "disks": parse_diskstats(text("/proc/diskstats", 262144)), "pressure": {}, "load": None,
+           "mem": parse_meminfo(text("/proc/meminfo")), "net": {}, "cgroups": {}}
     for name in ("cpu", "memory", "io"):
         pressure = parse_pressure(text("/proc/pressure/" + name))
         if pressure:
@@ -746,10 +740,22 @@ def host_counters(keys: dict) -> dict:
     return out
 
 
-def meminfo() -> dict:
+def parse_diskstats(blob: "str | None") -> dict:
+    """Block devices that were ever used: counts, bytes, milliseconds."""
+    found = {}
+    for line in (blob or "").splitlines():
+        f = line.split()
+        if len(f) < 14 or f[2].startswith(("loop", "ram", "zram")) or (f[3] == "0" and f[7] == "0"):
+            continue
+        found[f[2]] = {"reads": int(f[3]), "read_bytes": int(f[5]) * 512, "read_ms": int(f[6]), "writes": int(f[7]),
+                       "write_bytes": int(f[9]) * 512, "write_ms": int(f[10]), "in_flight": int(f[11]), "busy_ms": int(f[12]), "queue_ms": int(f[13])}
+    return found
+
+
+def parse_meminfo(blob: "str | None") -> dict:
     wanted = {"MemTotal": "total", "MemAvailable": "available", "MemFree": "free", "Cached": "cached", "Dirty": "dirty", "Writeback": "writeback",
               "SwapTotal": "swap_total", "SwapFree": "swap_free", "Shmem": "shmem"}
-    return {wanted[k]: v * 1024 for k, v in pairs(text("/proc/meminfo"), tuple(wanted)).items()}
+    return {wanted[k]: v * 1024 for k, v in pairs(blob, tuple(wanted)).items()}
 
 
 def parse_pressure(blob: "str | None") -> "dict | None":
@@ -778,7 +784,7 @@ PROBER = re.compile(r"^(nvidia-smi|nvtop|gpustat|py-spy|strace|htop|top|dcgm\S*|
 TRAIN = re.compile(r"(^|[/ ._-])(pre|post)?(train|trainer|training|finetune|fine[-_]tune|finetuning|pretrain|sft|dpo|grpo|ppo|rlhf|distill|lora|learn|fit)"
                    r"([/ ._-]|$)|torchrun|torch\.distributed|accelerate|deepspeed|lightning|axolotl|llamafactory|megatron|nanogpt|nanochat|speculators|"
                    r"specforge|run_(clm|mlm|glue|qa|ner|seq2seq)|trl\b|eyas\b.*\btrain", re.I)
-SECRET = re.compile(r"(key|token|secret|passw|credential|auth)", re.I)
+SECRET = re.compile(r"(api[_-]?key|access[_-]?key|secret|passw|credential|auth(?!or)|(^|[^a-z])token$|_token\b|(^|[_-])key$)", re.I)
 SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|AKIA[A-Z0-9]{8,}|xox[abp]-[\w-]+|"
                           r"glpat-[\w-]+|ey[JK][A-Za-z0-9_-]{20,}\.[\w.-]+)|(?<=://)[^/@\s]+(?=@)|\b[0-9a-f]{40}\b")
 
@@ -794,11 +800,11 @@ def masked_args(args: "list[str]") -> "list[str]":
         name, equals, _ = arg.partition("=")
         if hide and not arg.startswith("-"):
             out.append("***")
-        elif equals and SECRET.search(name) and len(name) < 60 and not re.search(r"tokeni[sz]|max_\w*token|num_\w*token|token_(id|dim)", name, re.I):
+        elif equals and SECRET.search(name) and len(name) < 60:
             out.append(name + "=***")
         else:
             out.append(masked(arg))
-        hide = not equals and arg.startswith("--") and bool(SECRET.search(arg)) and not re.search(r"tokeni[sz]|tokens\b", arg, re.I)
+        hide = not equals and arg.startswith("--") and bool(SECRET.search(arg))
     return out
 
 
@@ -972,8 +978,8 @@ class Table(object):
             points += 10
             why.append("resident memory %.1f GB" % (self.rows[pid]["rss"] / 1e9))
         if points and re.search(r"jupyter|ipykernel|language[_-]server|pylsp|vllm\.entrypoints|sglang\.launch_server|uvicorn|gunicorn|\bserve\b|http\.server|"
-                                r"unattended|networkd|fail2ban|/usr/(s?bin|lib|share)/", line):
-            points -= 25
+                                r"unattended|networkd|fail2ban|/usr/(sbin|lib|share)/|\bpytest\b|\bpip3? install|/pip3?\b|\bmypy\b|\bruff\b", line):
+            points -= 40
         if points and re.search(r"\beyas\b.*\b(why|ps)\b", line):
             points = 0
         return max(0, min(points, 100)), why
@@ -1047,6 +1053,15 @@ def file_holders(table: Table, path: str, below: bool, until: float) -> "list[di
 
     pids = [p for p in table.rows if p not in table.me and not table.kernel(p) and table.rows[p]["state"] not in "ZX"]
     return [hit for hit in collect("open files", pids, look, until, each=0.5, blame=lambda p: {"pid": p}) if hit]
+
+
+def open_paths(pid: int) -> "set[str]":
+    """The targets of a process's descriptors."""
+    base = "/proc/%d/fd/" % pid
+    try:
+        return {target for target in (readlink(base + name) for name in os.listdir(base)[:2000]) if target}
+    except OSError:
+        return set()
 
 
 def pipe_peers(pids: "list[int]", until: float) -> dict:
@@ -1295,7 +1310,7 @@ def read_environ(pid: int) -> dict:
     found = {}
     for entry in slurp("/proc/%d/environ" % pid, 256 << 10).split(b"\0"):
         name, _, value = entry.decode("utf-8", "replace").partition("=")
-        if (name in ENV_EXACT or name.startswith(ENV_PREFIX)) and not (SECRET.search(name) and name != "TOKENIZERS_PARALLELISM"):
+        if (name in ENV_EXACT or name.startswith(ENV_PREFIX)) and not (SECRET.search(name)):
             found[name] = masked(value[:300])
     return found
 
@@ -1621,6 +1636,22 @@ def output_kind(path: str) -> str:
     if name.endswith((".jsonl", ".csv", "metrics.json")):
         return "metrics"
     return "log" if LOG_NAME.search(os.path.basename(path)) else "other"
+
+
+def find_path(word: str) -> "tuple[str, str] | None":
+    """What a path names: ("log" or "run_dir", its real name)."""
+    real = os.path.realpath(os.path.expanduser(word))
+    if os.path.isdir(real):
+        return "run_dir", real
+    return ("log", real) if os.path.exists(real) else None
+
+
+def log_entry(path: "str | None", how: str, pid: "int | None" = None, fd: "int | None" = None, kind: str = "file", **more: object) -> dict:
+    """An entry of `logs`, before anything is known of its bytes."""
+    entry = {"path": path, "how": how, "pid": pid, "fd": fd, "kind": kind, "size": None, "mtime": None, "age_s": None, "deleted": False, "rotated": False, "append": None,
+             "head": None, "tail": None, "growth": [], "via": None, "mnt": None, "error": None}  # type: dict
+    entry.update(more)
+    return entry
 
 
 def newest_logs(job: tuple) -> "list[str]":
@@ -2268,7 +2299,7 @@ def host_facts(_: object = None) -> dict:
     load = (text("/proc/loadavg") or "").split()
     running, _, total = load[3].partition("/") if len(load) > 3 else ("", "", "")
     stats = pairs(text("/proc/stat", 1 << 20), ("procs_running", "procs_blocked", "btime"))
-    return {"pressure": pressure if any(pressure.values()) else None, "mem": meminfo(), "load": [float(v) for v in load[:3]], "cpus_online": os.cpu_count(),
+    return {"pressure": pressure if any(pressure.values()) else None, "mem": parse_meminfo(text("/proc/meminfo")), "load": [float(v) for v in load[:3]], "cpus_online": os.cpu_count(),
             "processes": {"total": int(total) if total.isdigit() else None, "running": int(running) if running.isdigit() else None,
                           "blocked": stats.get("procs_blocked")}, "btime": stats.get("btime")}
 
@@ -2538,8 +2569,15 @@ class Session(object):
                 target["note"] = "no process named %s here" % value
         elif kind == "gpu":
             chosen, others = self._by_gpu(str(value), until)
-        elif kind in ("log", "run_dir"):
-            chosen, others = self._by_file(str(value), kind == "run_dir", until)
+        elif kind in ("log", "run_dir", "path"):
+            place = collect("target", [str(value)], find_path, until, each=1.0, blame=lambda p: {"path": p})[0]
+            if place is None:
+                target.update(kind="log" if kind == "path" else kind, note="%s does not exist on this host, or its file system does not answer" % value)
+                target["log" if target["kind"] == "log" else "run_dir"] = str(value)
+            else:
+                kind, value = place
+                target["kind"] = kind
+                chosen, others = self._by_file(str(value), kind == "run_dir", until)
         elif kind == "slurm":
             pids = slurm_pids(table, str(value), until)
             table.read_commands(pids, until)
@@ -2723,11 +2761,12 @@ class Session(object):
         for index, (_i, path) in enumerate(pause):
             if index in watch.out:
                 growth.setdefault(path, []).append(watch.out[index][0])
-        bodies = collect("log", [(p, p, HEAD_BYTES, TAIL_BYTES) for p in logs], read_log, self.soft, each=1.0, blame=lambda j: {"path": j[0]})
-        for path, body in zip(logs, bodies):
-            entry = {"path": path, "how": "given" if path in (target["log"], self.ask.get("log")) else "run_dir" if target["run_dir"] else "slurm", "pid": None, "fd": None,
-                     "kind": "file", "size": None, "mtime": None, "age_s": None, "deleted": False, "rotated": False, "append": None, "head": None, "tail": None,
-                     "growth": growth.get(path, []), "via": None, "mnt": None, "error": None if body else "not readable"}
+        reader = Courier("log", [(p, p, HEAD_BYTES, TAIL_BYTES) for p in logs], read_log, each=1.0, blame=lambda j: {"path": j[0]})
+        Courier.pump(max(self.soft, time.monotonic() + 0.3), [reader])
+        for index, path in enumerate(logs):
+            body = reader.out.get(index)
+            how = "given" if path in (target["log"], self.ask.get("log")) else "run_dir" if target["run_dir"] else "slurm"
+            entry = log_entry(path, how, growth=growth.get(path, []), error=None if body else reader.errors.get(len(snapshot["logs"])) or "did not answer in time")
             if body:
                 entry.update({k: v for k, v in body.items() if k != "ino"})
                 entry["age_s"] = round(time.time() - body["mtime"], 1)
@@ -2955,10 +2994,7 @@ class Session(object):
             for entry in found:
                 if entry["path"] == path and path is not None and entry["kind"] == kind:
                     return
-            entry = {"path": path, "how": how, "pid": pid, "fd": fd, "kind": kind, "size": None, "mtime": None, "age_s": None, "deleted": False, "rotated": False, "append": None,
-                     "head": None, "tail": None, "growth": [], "via": None, "mnt": None, "error": None}
-            entry.update(more)
-            found.append(entry)
+            found.append(log_entry(path, how, pid, fd, kind, **more))
 
         for path in (self.ask.get("log"), self.target["log"]):
             if path:
@@ -3016,9 +3052,7 @@ class Session(object):
                 for path in more or []:
                     path = place + path[len(reach(place)):]
                     if not any(e["path"] == path for e in logs):
-                        logs.append({"path": path, "how": "run_dir" if place == self.target["run_dir"] else "guess", "pid": None, "fd": None, "kind": "file", "size": None, "mtime": None,
-                                     "age_s": None, "deleted": False, "rotated": False, "append": None, "head": None, "tail": None, "growth": [], "via": None, "mnt": None,
-                                     "error": None})
+                        logs.append(log_entry(path, "run_dir" if place == self.target["run_dir"] else "guess"))
             logs.sort(key=lambda e: e["kind"] != "file")
         fact["logs"] = logs
         log_paths = {e["path"] for e in logs}
@@ -3130,8 +3164,7 @@ class Session(object):
         if "slurm" in fact and fact["slurm"].done:
             for path in (fact["slurm"].value() or {}).get("stdout", []):
                 if not any(e["path"] == path for e in fact["logs"]):
-                    fact["logs"].append({"path": path, "how": "slurm", "pid": None, "fd": None, "kind": "file", "size": None, "mtime": None, "age_s": None, "deleted": False,
-                                         "rotated": False, "append": None, "head": None, "tail": None, "growth": [], "via": None, "mnt": None, "error": None})
+                    fact["logs"].append(log_entry(path, "slurm"))
         jobs, big = [], 0
         for entry in fact["logs"]:
             if entry["kind"] == "file" and entry["path"]:
@@ -3169,6 +3202,12 @@ class Session(object):
             holder = fact["outs"].get(path)
             growth = [s["outputs"][path]["size"] for s in samples if path in s["outputs"]]
             snapshot["outputs"].append(self._output({"path": path, "size": seen["size"], "mtime": seen["mtime"]}, holder["pids"][0] if holder else None, growth))
+        grown = {o["path"] for o in snapshot["outputs"] if o["open_by"] is None and len(set(o["growth"])) > 1}
+        if grown:  # a file that grows may be somebody else's
+            outsiders = [p for p in table.rows if p not in job.members and p not in table.me and not table.kernel(p)]
+            theirs = {p for paths in collect("open files", outsiders, lambda p: sorted(grown.intersection(open_paths(p))), time.monotonic() + 0.4, each=0.3)
+                      for p in paths or ()}
+            snapshot["outputs"] = [o for o in snapshot["outputs"] if o["path"] not in theirs]
         snapshot["outputs"].sort(key=lambda o: -(o["mtime"] or 0))
         # files
         for courier in (fact["files"], fact["files2"]):
@@ -3476,8 +3515,6 @@ def frame(answer: dict, nonce: str) -> bytes:
 
 def main(request: dict) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if hasattr(sys, "setswitchinterval"):
-        os.nice(0)
     session = Session(request)
     answer = session.list_jobs() if request.get("mode") == "ps" else session.explain()
     data = frame(answer, str(request.get("nonce", "")))
