@@ -54,9 +54,9 @@ class _Trace:
     boxed: bool = False  # drawn by rich: the exception line follows the box
 
 
-def find(records: list[Record]) -> Events:
+def find(records: list[Record], everything: str) -> Events:
+    """`everything`: the records' text, in lower case."""
     out = Events()
-    everything = "\n".join(r.text for r in records).lower()
     rules = [r for r in tables.ERRORS if any(h in everything for h in r.hints)]
     ends = [r for r in tables.ENDS if any(h in everything for h in r.hints)]
     out.notes = [r.kind for r in tables.NOTES if _anywhere(r, everything)]

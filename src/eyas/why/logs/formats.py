@@ -29,7 +29,7 @@ _NANO = re.compile(r"\biter (\d{1,12}): loss (\S{1,20}), time ([\d.]{1,14})ms")
 _NANO_VAL = re.compile(r"^step (\d{1,12}): train loss (\S{1,20}), val loss \S{1,20}")
 _NANO_DT = re.compile(r"\bstep[ :]\s{0,8}(\d{1,12})/(\d{1,12})\b.{0,200}?(?:dt: |step_avg:|\| )([\d.]{1,14}) ?ms")
 _KERAS = re.compile(
-    r"(?:^|\s)(\d{1,9})/(\d{1,9}) (?:[━╸─ ]{2,60}|\[[=>.]{5,60}\]) (?:- )?(?:ETA: )?"
+    r"(?:^|\s)(\d{1,9})/(\d{1,9}) (?=.{0,120}(?:/step|/epoch|ETA))(?:[━╸─ ]{2,60}|\[[=>.]{5,60}\]) (?:- )?(?:ETA: )?"
     r"((?:\d{1,6}:)?(?:\d{1,6}:)?\d{1,6}s?)"
     r"(?: ([\d.]{1,10})(us|ms|s|min)/(?:step|epoch))?"
 )
@@ -105,12 +105,14 @@ def json_line(text: str) -> Sighting | None:
     return s
 
 
-def _rule(name: str, pattern: re.Pattern[str], build: Callable[[re.Match[str], dict[str, float]], Sighting]) -> Parser:
+def _rule(
+    name: str, pattern: re.Pattern[str], build: Callable[[re.Match[str], dict[str, float]], Sighting], keys: bool = True
+) -> Parser:
     def parse(text: str) -> Sighting | None:
         m = pattern.search(text)
         if m is None:
             return None
-        values = pairs(text[m.start() : m.start() + 2400])
+        values = pairs(text[m.start() : m.start() + 2400]) if keys else {}
         s = build(m, values)
         s.format = name
         return metrics(s, values)
@@ -151,13 +153,14 @@ def _samples(m: re.Match[str], values: dict[str, float]) -> Sighting:
     return s
 
 
-def _megatron(m: re.Match[str], values: dict[str, float]) -> Sighting:
+def _megatron(m: re.Match[str], _values: dict[str, float]) -> Sighting:
     s = Sighting("", whole(m.group(1)), whole(m.group(2)))
     ms = re.search(r"elapsed time per iteration \(ms\): ([\d.]{1,14})", m.string)
     s.step_s = float(ms.group(1)) / 1000 if ms and ms.group(1).strip(".") else None
     lm = re.search(r"(?:lm )?loss: ([\d.E+-]{1,24}|nan|inf)", m.string)
     s.loss = num(lm.group(1)) if lm else None
-    s.lr = first(values, ("rate",))
+    rate = re.search(r"learning rate: ([\d.E+-]{1,24})", m.string)
+    s.lr = num(rate.group(1)) if rate else None
     return s
 
 
@@ -193,7 +196,7 @@ def _eyas(m: re.Match[str], _values: dict[str, float]) -> Sighting:
 
 def _speculators(text: str) -> Sighting | None:
     values = pairs(text)
-    if "global_step" not in values and not any(k.startswith(("train/loss", "profile/")) for k in values):
+    if not any(k.startswith(("train/loss", "profile/", "fetch_frac")) for k in values):
         return None
     flat = {**{k.split("/", 1)[1]: v for k, v in values.items() if k.startswith(("profile/", "train/"))}, **values}
     step = first(flat, ("global_step", "step"))
@@ -227,7 +230,9 @@ def _detectron(m: re.Match[str], values: dict[str, float]) -> Sighting:
 
 
 def _nemo(m: re.Match[str], _values: dict[str, float]) -> Sighting:
-    return Sighting("", whole(m.group(2)), whole(m.group(3)), epoch=num(m.group(1)))
+    timing = re.search(r"train_step_timing in s: ([\d.]{1,14})", m.string)
+    step_s = num(timing.group(1)) if timing else None
+    return Sighting("", whole(m.group(2)), whole(m.group(3)), epoch=num(m.group(1)), step_s=step_s)
 
 
 def _maxtext(m: re.Match[str], _values: dict[str, float]) -> Sighting:
@@ -250,7 +255,8 @@ def _deepspeed_rate(m: re.Match[str], _values: dict[str, float]) -> Sighting:
 # Order is rank: where two formats report steps, the earlier one is believed.
 FORMATS: tuple[tuple[str, tuple[str, ...], Parser], ...] = (
     ("eyas", ("step ",), _rule("eyas", _EYAS, _eyas)),
-    ("megatron", ("iteration ",), _rule("megatron", _MEGATRON, _megatron)),
+    ("nemo", ("Training epoch ",), _rule("nemo", _NEMO, _nemo)),
+    ("megatron", ("iteration ",), _rule("megatron", _MEGATRON, _megatron, keys=False)),
     ("torchtitan", ("step:",), _rule("torchtitan", _TITAN, _loss)),
     ("speculators", ("global_step=", "train/loss=", "profile/"), _speculators),
     ("espnet", ("epoch:train:",), _rule("espnet", _ESPNET, _espnet)),
@@ -261,7 +267,6 @@ FORMATS: tuple[tuple[str, tuple[str, ...], Parser], ...] = (
     ("meter", ("Epoch: [", "Epoch ["), _rule("meter", _METER, _epoch_step)),
     ("timm", ("Train: ",), _rule("timm", _TIMM, _epoch_step)),
     ("open_clip", ("Train Epoch: ",), _rule("open_clip", _SAMPLES, _samples)),
-    ("nemo", ("Training epoch ",), _rule("nemo", _NEMO, _nemo)),
     ("maxtext", ("completed step: ",), _rule("maxtext", _MAXTEXT, _maxtext)),
     ("nanogpt", ("ms",), _rule("nanogpt", _NANO, _loss)),
     ("nanogpt", ("ms",), _rule("nanogpt", _NANO_DT, _timed)),

@@ -49,7 +49,7 @@ _PREFIX = re.compile(
     r"|(?P<pgrank>\[PG [^\]]{0,120}Rank (?P<inpg>\d{1,5})\])"
     r"|(?P<level>\[" + _LEVEL + r"(?:\|[^\]]{1,100})?\]|" + _LEVEL + r"(?::[\w.]{1,80}:|:|(?=\s)))"
     r"|(?P<column>\[PID:\d{1,9}\]|\[[\w./-]{1,80}\.(?:py|cpp|cc|cu):\d{1,6}(?::\w{1,60})?\]|\([\w.]{1,60}:\d{1,6}\)"
-    r"|>>(?= )|[-|](?= )(?: {1,8}[\w.<>:]{1,80}\s{0,12}[-|](?= ))?)"
+    r"|>>(?= )|[-|](?= )(?: {1,8}(?!" + _LEVEL + r"\b)[\w.<>:]{1,80}\s{0,12}[-|](?= ))?)"
     r"|(?P<tag>\[[A-Za-z][\w.-]{1,60}(?::\d{1,6})?\](?= (?:\d{4}-|" + _LEVEL + r")))"
     r") ?"
 )
@@ -108,7 +108,7 @@ def normalise(data: bytes, mtime: float, *, keep: str = "last", limit: int = MAX
                 open_record.text += " " + record.text[m.end() :].rstrip()
             continue
         if _RICH.match(record.text):
-            record.text = _RICH_SOURCE.sub("", record.text.rstrip())
+            record.text = _RICH_SOURCE.sub("", record.text.strip())
             rich[record.rank] = record
         elif open_record is not None:
             del rich[record.rank]
@@ -268,7 +268,7 @@ class _Clock:
         gap = self.mtime - last.at
         zone = round(gap / 900) * 900.0  # zones are multiples of a quarter of an hour
         day_only = last.at < 40 * 86400
-        if abs(gap - zone) > 150 or (not day_only and abs(zone) > 14 * 3600):
+        if abs(gap - zone) > 60 or (not day_only and abs(zone) > 14 * 3600):
             return None
         return zone
 

@@ -73,7 +73,7 @@ def _segments(series: Sequence[Sighting], bar: bool) -> tuple[Source, list[list[
             before is None
             or s.step < (before.step or 0)
             or (s.per_epoch and s.epoch != before.epoch)
-            or (s.number >= GAP > before.number)
+            or s.number // GAP != before.number // GAP
             or (elapsed and s.elapsed is not None and before.elapsed is not None and s.elapsed < before.elapsed)
         )
         if new:
@@ -161,6 +161,7 @@ def _spikes(segments: list[list[_Point]], source: Source, whole: bool, bar: bool
         at: list[int] = []
         if not bar and any(b.step - a.step != 1 for a, b in pairwise(seg)):
             continue
+        usual = pace.seconds_per_step if source == "printed" or len(seg) < 4 else _usual(seg)
         for a, b in pairwise(seg):
             if source == "printed":
                 took = b.printed
@@ -168,7 +169,6 @@ def _spikes(segments: list[list[_Point]], source: Source, whole: bool, bar: bool
                 took = b.t - a.t if a.t is not None and b.t is not None else None
             if took is None:
                 continue
-            usual = pace.seconds_per_step if source == "printed" or len(seg) < 4 else _usual(seg)
             if took > 3 * usual * (b.step - a.step) and took > (1.5 if whole else 0.0):
                 at.append(b.step)
                 heights.append(took)

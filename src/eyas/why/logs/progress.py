@@ -13,7 +13,7 @@ from eyas.why.logs.facts import PhaseId
 from eyas.why.logs.formats import RANK
 from eyas.why.logs.sighting import Sighting, num
 
-GAP = 1_000_000  # record numbers of the tail start here when bytes between head and tail were not read
+GAP = 1_000_000  # record numbers jump to the next multiple where lines between were not read
 _TOTAL = re.compile(
     r"total (?:optimi[sz]ation |training |train |num(?:ber of)? )?(?:steps|iterations)\b[ :=]{1,4}([\d,]{1,15})"
     r"|\b(?:max_steps|train_iters|max_iters|total_steps|num_iterations)[\"']?[ :=]{1,4}([\d,]{1,15})",
@@ -70,7 +70,7 @@ def choose(sightings: list[Sighting], texts: Iterable[str]) -> Progress:
     bars = [s for s in training if s.bar and s.step is not None]
     records = [s for s in training if not s.bar and s.step is not None and s.unit != "epoch"]
     main = _main_records(records)
-    if main:
+    if main and not _only_counts(main, bars):
         out.series, out.per_epoch = main, main[-1].per_epoch
     elif bars:
         _main_bar(bars, banner_total, out)
@@ -162,10 +162,17 @@ def _main_records(records: list[Sighting]) -> list[Sighting]:
     by_format: dict[str, list[Sighting]] = defaultdict(list)
     for s in records:
         by_format[s.format].append(s)
-    newest = records[-1].number
-    middle = (records[0].number + newest) / 2 if newest < GAP else GAP
+    oldest, newest = records[0].number, records[-1].number
+    middle = (oldest + newest) / 2 if newest // GAP == oldest // GAP else newest // GAP * GAP
     live = {name: group for name, group in by_format.items() if group[-1].number >= middle} or by_format
     return live[min(live, key=lambda name: (RANK.get(name, 50), -len(live[name])))]
+
+
+def _only_counts(records: list[Sighting], bars: list[Sighting]) -> bool:
+    """Records without any clock beside a bar that counts the same steps: the bar says more."""
+    if not bars or any(s.step_s is not None or s.at is not None or s.elapsed is not None for s in records):
+        return False
+    return abs((bars[-1].step or 0) - (records[-1].step or 0)) <= max(2, 0.1 * (bars[-1].total or 0))
 
 
 def _key(s: Sighting) -> tuple[str, str, int | None]:
@@ -176,7 +183,10 @@ def _main_bar(bars: list[Sighting], banner: int | None, out: Progress) -> None:
     groups: dict[tuple[str, str, int | None], list[Sighting]] = defaultdict(list)
     for s in bars:
         groups[_key(s)].append(s)
-    outer_key = max(groups, key=lambda k: (banner is not None and k[2] == banner, _longest(groups[k]), len(groups[k])))
+    outer_key = max(
+        groups,
+        key=lambda k: (banner is not None and k[2] == banner, _epochs(groups[k]), _longest(groups[k]), len(groups[k])),
+    )
     outer = groups.pop(outer_key)
     inner = max((g for g in groups.values() if _nested(outer, g)), key=_longest, default=None)
     series = inner or outer
@@ -193,8 +203,14 @@ def _main_bar(bars: list[Sighting], banner: int | None, out: Progress) -> None:
         out.per_epoch, out.epochs = True, float(outer[-1].total) if outer[-1].total else None
         out.epoch = float(min(done + 1, outer[-1].total or done + 1))
         out.finished = outer[-1].total is not None and done >= outer[-1].total
-    elif (_EPOCHISH.search(outer[-1].desc) and not outer[-1].per_epoch) or outer[-1].unit.lower().startswith("epoch"):
+    elif _epochs(outer):
         out.unit = "epoch"
+
+
+def _epochs(group: list[Sighting]) -> bool:
+    """A bar that counts epochs: called so, without the number of one."""
+    last = group[-1]
+    return (bool(_EPOCHISH.search(last.desc)) and not last.per_epoch) or last.unit.lower().startswith("epoch")
 
 
 def _longest(group: list[Sighting]) -> float:
@@ -206,7 +222,7 @@ def _nested(outer: list[Sighting], inner: list[Sighting]) -> bool:
     last = outer[-1]
     if not last.total or (inner[-1].number < outer[0].number and last.step):
         return False
-    if (_EPOCHISH.search(last.desc) and not last.per_epoch) or last.unit.lower().startswith("epoch"):
+    if _epochs(outer):
         return True
     if inner[-1].desc and inner[-1].desc != last.desc and _INNERISH.search(inner[-1].desc) and not last.desc:
         return True

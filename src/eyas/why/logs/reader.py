@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from eyas.why.logs.sighting import Sighting
 
 HEAD_BYTES = 64 * 1024
 TAIL_BYTES = 256 * 1024
+FIRST, LAST = 250, 1200  # records that are searched for progress
 _GENERIC_HINTS = ("step", "iter", "epoch", "batch", "round", "update", "it ", "it:")
 
 
@@ -45,19 +45,23 @@ def read(head: bytes, tail: bytes, *, size: int, mtime: float, now: float) -> Lo
     text = normalise(tail, mtime)
     if gap and len(text.records) > 1:
         del text.records[0]  # torn
-    early = normalise(head, mtime, keep="first", limit=1500) if head else Text()
+    early = normalise(head, mtime, keep="first", limit=FIRST) if head else Text()
     for record in text.records:
         record.number += GAP if head else 0
     early.offset = text.offset if early.offset is None else early.offset
     _to_unix(early)
     _to_unix(text)
     records = early.records + text.records
-    sightings = list(_sightings(records))
-    progress = choose(sightings, (r.text for r in records if not r.redraw))
-    found = events.find(records)
+    everything = "\n".join(r.text for r in records)
+    sightings = _sightings(_looked_at(records), everything)
+    counted = {s.number for s in sightings if s.format != "generic" and not s.evaluation}
+    words = [r for r in records if r.number not in counted and "%|" not in r.text]
+    lower = "\n".join(r.text for r in words).lower()
+    progress = choose(sightings, (r.text for r in words) if _banner_in(lower) else ())
+    found = events.find(words, lower)
     facts = _file_facts(head, tail, text, records, size=size, mtime=mtime, now=now, gap=gap)
     facts = _with_progress(facts, progress, tempo(progress.series), sightings)
-    return _with_events(facts, progress, found, records)
+    return _with_events(facts, progress, found, _phase(progress, words, lower), records)
 
 
 def _to_unix(text: Text) -> None:
@@ -67,25 +71,42 @@ def _to_unix(text: Text) -> None:
             record.at += text.offset
 
 
-def _sightings(records: list[Record]) -> Iterable[Sighting]:
-    everything = "\n".join(r.text for r in records)
+def _looked_at(records: list[Record]) -> list[Record]:
+    """The records searched for progress: the first few and the last many. Failures are looked for in all."""
+    if len(records) <= FIRST + LAST:
+        return records
+    for record in records[-LAST:]:
+        record.number += GAP
+    for record in records[FIRST:-LAST]:
+        record.number += GAP // 2
+    return records[:FIRST] + records[-LAST:]
+
+
+def _banner_in(lower: str) -> bool:
+    return any(word in lower for word in ("total", "max", "epochs", "iters", "iterations"))
+
+
+def _sightings(records: list[Record], everything: str) -> list[Sighting]:
     active = [f for f in FORMATS if any(h in everything for h in f[1])]
+    found: list[Sighting] = []
     for record in records:
-        text = record.text
-        done = False
-        for _name, hints, parse in active:
-            if done and _name not in ("json", "hf-trainer"):
+        text, seen = record.text, len(found)
+        for name, hints, parse in active:
+            if len(found) > seen and name not in ("json", "hf-trainer"):
                 continue
             if any(h in text for h in hints) and (s := parse(text)) is not None:
-                done = True
-                s.number, s.rank, s.line = record.number, record.rank, record.raw
-                s.at = record.at if s.at is None else s.at
-                yield s
-        if not done and any(h in (lower := text[:400].lower()) for h in _GENERIC_HINTS) and 'file "' not in lower:
+                found.append(_placed(s, record))
+        if len(found) == seen and any(h in text.lower() for h in _GENERIC_HINTS) and 'File "' not in text:
             s = generic(text)
             if s is not None:
-                s.number, s.rank, s.line, s.at = record.number, record.rank, record.raw, record.at
-                yield s
+                found.append(_placed(s, record))
+    return found
+
+
+def _placed(s: Sighting, record: Record) -> Sighting:
+    s.number, s.rank, s.line = record.number, record.rank, record.raw
+    s.at = record.at if s.at is None else s.at
+    return s
 
 
 def _file_facts(
@@ -169,7 +190,9 @@ def _eta(p: Progress, t: Tempo) -> float | None:
     return round(left + max(0.0, p.epochs - math.ceil(p.epoch)) * p.total * pace, 3)
 
 
-def _with_events(facts: LogFacts, p: Progress, found: events.Events, records: list[Record]) -> LogFacts:
+def _with_events(
+    facts: LogFacts, p: Progress, found: events.Events, phase: Phase | None, records: list[Record]
+) -> LogFacts:
     errors = [replace(e, final=e.number >= p.number) for e in found.errors]
     barrier = found.barrier
     if barrier is not None:
@@ -187,7 +210,7 @@ def _with_events(facts: LogFacts, p: Progress, found: events.Events, records: li
         world_size=found.world_size,
         ended=ended,
         ended_line=found.end.raw[:400] if ended and found.end is not None else None,
-        phase=_phase(p, records),
+        phase=phase,
         prompt=prompt,
         prompt_open=is_open,
         trackers=tuple(found.trackers),
@@ -195,9 +218,8 @@ def _with_events(facts: LogFacts, p: Progress, found: events.Events, records: li
     )
 
 
-def _phase(p: Progress, records: list[Record]) -> Phase | None:
+def _phase(p: Progress, records: list[Record], everything: str) -> Phase | None:
     """The last announced phase; a line of training after it, or a word of its end, closes it."""
-    everything = "\n".join(r.text for r in records).lower()
     active = [
         (phase, rule, closes) for phase, rule, closes in tables.PHASE_RULES if any(h in everything for h in rule.hints)
     ]

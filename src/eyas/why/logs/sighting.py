@@ -40,8 +40,9 @@ class Sighting:
 
 _NUM = r"-?\d[\d,]{0,20}(?:\.\d{0,12})?(?:[eE][+-]?\d{1,3})?"
 _PAIR = re.compile(
-    r"['\"]?([A-Za-z_][\w./@-]{0,60}(?: \([\w%/]{1,4}\)|\([\w%]{1,3}\))?)['\"]?\s{0,3}(?:[:=]|\s)\s{0,8}['\"]?\*?"
-    r"(" + _NUM + r"|nan|-?inf)(?![\w/:])(?:\s?(ms|s|%)\b)?",
+    r"(?<![\w./@-])['\"]?([A-Za-z_][\w./@-]{0,60}(?: \([\w%/]{1,4}\)|\([\w%]{1,3}\))?)"
+    r"['\"]?\s{0,3}(?:[:=]|\s)\s{0,8}['\"]?\*?"
+    r"(" + _NUM + r"|nan|-?inf)(?:\s?(ms|s|%)(?![\w/]))?(?![\w/:]|\.\d)",
     re.I,
 )
 
@@ -102,20 +103,37 @@ def first(values: dict[str, Any], keys: Iterable[str]) -> float | None:
     return None
 
 
+def _kinds() -> dict[str, tuple[str, int]]:
+    """key -> (what it gives, how much it is preferred)."""
+    groups: dict[str, Iterable[str]] = {
+        "loss": tables.LOSS_KEYS, "lr": tables.RATE_KEYS, "tokens": tables.TOKENS_KEYS, "ms": tables.STEP_MS_KEYS,
+        "s": tables.STEP_SECONDS_KEYS, "share": tables.DATA_SHARE_KEYS, "percent": tables.DATA_PERCENT_KEYS,
+        "data_ms": tables.DATA_MS_KEYS, "data_s": tables.DATA_SECONDS_KEYS,
+    }  # fmt: skip
+    return {key: (kind, i) for kind, keys in groups.items() for i, key in enumerate(keys)}
+
+
+_KINDS = _kinds()
+
+
 def metrics(s: Sighting, values: dict[str, Any]) -> Sighting:
     """Fill loss, rates, step time and data wait from a record's keys, whoever wrote it."""
-    s.loss = first(values, tables.LOSS_KEYS) if s.loss is None else s.loss
-    s.lr = first(values, tables.RATE_KEYS) if s.lr is None else s.lr
-    s.tokens_per_s = first(values, tables.TOKENS_KEYS) if s.tokens_per_s is None else s.tokens_per_s
+    best: dict[str, tuple[int, str]] = {}
+    for key in values:
+        if (kind := _KINDS.get(key)) is not None and (kind[0] not in best or kind[1] < best[kind[0]][0]):
+            best[kind[0]] = (kind[1], key)
+    got = {kind: first(values, (key,)) for kind, (_, key) in best.items()}
+    s.loss = got.get("loss") if s.loss is None else s.loss
+    s.lr = got.get("lr") if s.lr is None else s.lr
+    s.tokens_per_s = got.get("tokens") if s.tokens_per_s is None else s.tokens_per_s
     if s.step_s is None:
-        ms = first(values, tables.STEP_MS_KEYS)
-        s.step_s = ms / 1000 if ms is not None else first(values, tables.STEP_SECONDS_KEYS)
-    share = first(values, tables.DATA_SHARE_KEYS)
-    if share is None and (percent := first(values, tables.DATA_PERCENT_KEYS)) is not None:
-        share = percent / 100
-    if share is None and s.step_s:
-        ms = first(values, tables.DATA_MS_KEYS)
-        seconds = ms / 1000 if ms is not None else first(values, tables.DATA_SECONDS_KEYS)
-        share = seconds / s.step_s if seconds is not None else None
-    s.data_wait = min(max(share, 0.0), 1.0) if share is not None and s.data_wait is None else s.data_wait
+        ms = got.get("ms")
+        s.step_s = ms / 1000 if ms is not None else got.get("s")
+    if s.data_wait is None:
+        share, percent, ms, seconds = got.get("share"), got.get("percent"), got.get("data_ms"), got.get("data_s")
+        if share is None and percent is not None:
+            share = percent / 100
+        if share is None and s.step_s and (ms is not None or seconds is not None):
+            share = (ms / 1000 if ms is not None else seconds or 0.0) / s.step_s
+        s.data_wait = min(max(share, 0.0), 1.0) if share is not None else None
     return s

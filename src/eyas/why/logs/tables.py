@@ -45,7 +45,8 @@ ERRORS: tuple[Rule, ...] = (
           "fallen off the bus", "cublas_status_", "cudnn_status_", "gpu is lost", "unknown error", "cuda kernel errors",
           "illegal instruction was encountered", "nvrm:", "hardware error",
           pattern=r"illegal memory access|device.side assert|unspecified launch failure|misaligned address"
-                  r"|uncorrectable .{0,20}(?:ecc|error)|(?:cuda|hip) (?:driver )?error\b|\bxid\b ?(?:\(pci|:? ?\d)"
+                  r"|uncorrectable .{0,20}(?:ecc|error)|(?:cuda|hip) (?:driver )?error(?::| \d| at )"
+                  r"|\bxid\b ?(?:\(pci|:? ?\d)"
                   r"|fallen off the bus|cublas_status_(?!success|alloc)|cudnn_status_(?!success)|gpu is lost"
                   r"|device handle .{0,60}unknown error|illegal instruction was encountered"),
     _rule("shm-full", "bus error", "shared memory", "/dev/shm", "sigbus",
@@ -76,10 +77,12 @@ ERRORS: tuple[Rule, ...] = (
     _rule("interrupted", "keyboardinterrupt", pattern=r"^keyboardinterrupt"),
     _rule("signal", "sigterm", "sighup", "sigint", "signal 15", "signal 1 ", "signal: 15", "signal 2",
           "signalexception", "terminated", "hangup", "sigusr", "received signal", "got signal", "caught signal",
-          "termination signal",
-          pattern=r"signal (?:15|1|2|10|12)\b.{0,20}(?:received|\(sig)|(?:received|got|caught|handling|by|signal:?)"
+          "death signal", "termination signal",
+          pattern=r"signal (?:15|1|2|10|12)\b.{0,20}(?:received|\(sig)"
+                  r"|(?:received|got|caught|(?:killed|terminated|stopped) by)"
                   r" .{0,24}(?:sig(?:term|hup|int|usr[12])|signal:? ?\d|death signal|termination signal)"
-                  r"|got signal|received signal|closing signal sig|^terminated$|^hangup$|: terminated$|: hangup$"),
+                  r"|got signal|received signal|received \d{1,2} death signal|closing signal sig"
+                  r"|^terminated$|^hangup$|: terminated$|: hangup$"),
     _rule("killed", "killed", pattern=r"^killed\b\s*$|task \d.{0,20}: killed|: +\d+ killed\b|line \d+: .{0,20} killed\b"
                                       r"|received sigkill|signal 9 \(sigkill\)"),
 )  # fmt: skip
@@ -216,7 +219,8 @@ BAR_PHASES = tuple((phase, re.compile(pattern, re.I)) for phase, pattern in _BAR
 
 # ---- questions that wait on stdin; looked for in the last lines only ----
 PROMPT = re.compile(
-    r"\[y/n\]|\(y/n\)|\[yes/no\]|\(yes/no|enter your choice|are you sure.{0,80}\?|press (?:any key|enter)|password:"
+    r"\[y/n\]|\(y/n\)|\[yes/no\]|\(yes/no|enter your choice|are you sure.{0,80}\?|press (?:any key|enter)"
+    r"|password(?: for [^:]{1,60})?:"
     r"|passphrase|\(pdb\)|ipdb>|^>>>\s*$|paste an api key|username for '"
     r"|enter .{0,40}(?:token|key|code|name).{0,20}[:?]"
     r"|do you (?:wish|want|accept).{0,120}\?|overwrite.{0,60}\?|continue\?"
