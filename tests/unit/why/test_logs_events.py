@@ -211,7 +211,14 @@ def test_ends(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["Training epoch 3 done", "finished training epoch 2", "Finished loading data", "starting training"]
+    "line",
+    [
+        "Training epoch 3 done",
+        "finished training epoch 2",
+        "Finished loading data",
+        "starting training",
+        "early stopping: patience 3, best metric loss",
+    ],
 )
 def test_no_ends(line: str) -> None:
     assert not said(line + "\n").ended
@@ -294,8 +301,29 @@ def test_notes_and_trackers() -> None:
         "Signal handlers installed for SIGTERM",
         "CUDA error checking is on",
         "loss is terminated by eos",
+        "[W1009 10:00:00.1 socket.cpp:755] [c10d] The client socket has failed to connect to [localhost]:29500 (errno: 97 - Address family not supported by protocol).",
+        "WARNING scheduler.py:1057] Sequence group 0 is preempted by PreemptionMode.RECOMPUTE mode",
+        "UserWarning: CUDA initialization: The NVIDIA driver on your system is too old",
+        "early_stopping: patience 3, metric best",
     ],
 )
 def test_harmless_lines(line: str) -> None:
     facts = said(redraws(9, 4, 1.0) + "\n" + line + "\n")
     assert facts.error is None, facts.error
+
+
+def test_a_single_rank_log_does_not_accuse_the_others() -> None:
+    facts = said("world_size=4\n" + watchdog(1))
+    assert facts.collective is not None and facts.collective.missing == ()
+
+
+def test_hf_checkpoint_stays_open_until_training_goes_on() -> None:
+    log = "Saving model checkpoint to out/checkpoint-500\nConfiguration saved in out/checkpoint-500/config.json\nModel weights saved in out/checkpoint-500/model.safetensors\n"
+    facts = said(log)
+    assert facts.phase is not None and facts.phase.id == "checkpointing" and not facts.phase.closed
+    done = said("Saving checkpoint\nCheckpoint saved in 3.2 seconds\n")
+    assert done.phase is not None and done.phase.closed
+
+
+def test_a_dumped_configuration_is_no_prompt() -> None:
+    assert said("model: x\npassword: null\n").prompt is None

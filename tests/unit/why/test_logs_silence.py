@@ -62,6 +62,7 @@ def test_rich_bar_on_a_file() -> None:
     log = said("[11:51:57] INFO     Starting training                        train.py:12\n" * 3, idle=600)
     found = why_silent(log, ProcessFacts(stdout="file", uses_rich=True, unbuffered=False))
     assert found.reason == "rich-bar-on-file"
+    assert why_silent(log, ProcessFacts(stdout="file", unbuffered=True)).reason == "rich-bar-on-file"
     assert why_silent(log, ProcessFacts(stdout="tty", uses_rich=True)).reason == "unknown"
 
 

@@ -263,7 +263,8 @@ def _watchdog(records: list[Record], out: Events) -> None:
         return
     ranks = tuple(sorted(r for r in reporting if r >= 0))
     world = out.world_size
-    everyone = set(range(world)) if world and world <= 65536 else {r.rank for r in records if r.rank is not None}
+    heard = {r.rank for r in records if r.rank is not None}  # of one rank alone, the others' silence says nothing
+    everyone = set(range(world)) if world and world <= 65536 and len(heard) > 1 else heard
     seq, op = next(iter(reporting.values()))
     out.collective = Collective(
         line, op, seq, float(timeout.group(1)) / 1000 if timeout else None, float(ran.group(1)) / 1000 if ran else None,

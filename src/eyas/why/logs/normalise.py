@@ -82,6 +82,7 @@ class Text:
     redraws: int = 0
     holes: bool = False
     binary: bool = False
+    rich: bool = False  # RichHandler printed it
     ends_with_newline: bool = True
     offset: float | None = None  # add to a record's `at` to get Unix time; None: the clock cannot be tied
 
@@ -110,6 +111,7 @@ def normalise(data: bytes, mtime: float, *, keep: str = "last", limit: int = MAX
         if _RICH.match(record.text):
             record.text = _RICH_SOURCE.sub("", record.text.strip())
             rich[record.rank] = record
+            out.rich = True
         elif open_record is not None:
             del rich[record.rank]
         _prefixes(record, clock)

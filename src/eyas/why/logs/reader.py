@@ -136,6 +136,7 @@ def _file_facts(
         last_stamp=stamped.stamp if stamped is not None else None,
         rank=ranks[0] if len(ranks) == 1 else None,
         ranks=tuple(ranks[:4096]),
+        notes=("rich",) if text.rich else (),
     )
 
 
@@ -214,7 +215,7 @@ def _with_events(
         prompt=prompt,
         prompt_open=is_open,
         trackers=tuple(found.trackers),
-        notes=tuple(found.notes),
+        notes=facts.notes + tuple(found.notes),
     )
 
 
@@ -250,6 +251,7 @@ def _prompt(facts: LogFacts, records: list[Record], p: Progress) -> tuple[str | 
     for back, record in enumerate(reversed(records[-4:])):
         if record.number <= p.number:
             break
-        if tables.PROMPT.search(record.text[-400:]):
+        text = record.text[-400:]
+        if tables.PROMPT.search(text) and text.rstrip()[-1:] in "?:>])":
             return record.raw[-400:], back == 0 and not facts.ends_with_newline
     return None, False

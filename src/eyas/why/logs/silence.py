@@ -143,7 +143,8 @@ def _interval(log: LogFacts | None, _p: ProcessFacts, idle: float | None, due: f
 
 
 def _bar_elsewhere(log: LogFacts | None, p: ProcessFacts, _idle: float | None, due: float | None) -> Silence | None:
-    if not p.uses_rich or p.on_terminal or log is None or (log.progress_lines > 2 and log.format != "tqdm.rich"):
+    seen = p.uses_rich if p.uses_rich is not None else log is not None and "rich" in log.notes
+    if not seen or p.on_terminal or log is None or log.ended or (log.progress_lines > 2 and log.format != "tqdm.rich"):
         return None
     sentence = (
         "The program shows its progress with a rich bar, and rich draws bars only on a terminal: a file gets "

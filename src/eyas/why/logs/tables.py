@@ -28,7 +28,8 @@ def _rule(kind: str, *hints: str, pattern: str | None = None) -> Rule:
 # ---- failures; the first rule that fits a line names it ----
 ERRORS: tuple[Rule, ...] = (
     _rule("time-limit", "due to time limit", "due to task timeout"),
-    _rule("preempted", "due to preemption", "preempted by", "was preempted", "spot interruption", "preemption notice"),
+    _rule("preempted", "due to preemption", "job was preempted", "preempted by slurm", "spot interruption",
+          "preemption notice", "job preempted"),
     _rule("node-failure", "due to node failure", "node_fail", "due to launch failure"),
     _rule("host-oom", "oom_kill", "oom-kill", "oomkilled", "out of memory: kill", "srun: error",
           "cannot allocate memory", "oom killer", "std::bad_alloc", "memoryerror", "killed due to memory pressure",
@@ -68,8 +69,8 @@ ERRORS: tuple[Rule, ...] = (
                   r"|monitoredbarrier.{0,80}(?:failed|timed out)"),
     _rule("rendezvous", "rendezvous", "clients joined", "client socket has timed out", "distnetworkerror",
           "failed to connect to", "socket timeout", "waiting for clients",
-          pattern=r"rendezvous.{0,60}(?:timed out|timeout|error|closed|failed)|clients joined|client socket has"
-                  r"|distnetworkerror|failed to connect to .{0,80}(?:master|store|port|:\d{2,5})|socket timeout"
+          pattern=r"rendezvous.{0,60}(?:timed out|timeout|error|closed|failed)|clients joined|client socket has timed"
+                  r"|distnetworkerror|failed to connect to (?!.{0,160}errno: 97)|socket timeout"
                   r"|timed out after .{0,40}waiting for clients"),
     _rule("peer-lost", "closed by peer", "reset by peer", "ncclremoteerror", "ncclsystemerror", "ncclinternalerror",
           "communicator was aborted", "unhandled system error", "ncclunhandledcudaerror", "broken pipe",
@@ -123,13 +124,15 @@ ENDS: tuple[Rule, ...] = (
     _rule("end", "training time", pattern=r"^(?:total )?training time:? +\d"),
     _rule("end", "run summary:", "run history:", pattern=r"^wandb: +run (?:summary|history):"),
     _rule("end", "model successfully saved", "training completed!"),
-    _rule("end", "early stopping", pattern=r"early stopping(?:,| |:).{0,40}(?:stopp|best|trigger)|early stopped"),
+    _rule("end", "early stopp", "stopping early",
+          pattern=r"early stopping (?:triggered|activated|condition)|early stopped|^stopping early"),
     _rule("end", "exiting program at iteration", "finished at step", "reached max_steps", "reached max steps"),
 )  # fmt: skip
 
 # ---- phases: (id, opens, closes) ----
-_SAVE_END = (r"(?:saved|wrote|written|finished saving|done saving|successfully saved).{0,80}(?:checkpoint|model|state"
-             r"|\.pt|weights)|checkpoint.{0,80}(?:saved|written)|(?:checkpoint|weights|model) saved")  # fmt: skip
+_SAVE_END = (r"(?:saved(?! in [^\d])|wrote|written|finished saving|done saving).{0,80}(?:checkpoint|model|state"
+             r"|\.pt|weights)|checkpoint.{0,80}(?:saved(?! in [^\d])|written)"
+             r"|(?:checkpoint|weights|model) saved(?! in [^\d])")  # fmt: skip
 PHASE_RULES: tuple[tuple[PhaseId, Rule, bool], ...] = (
     ("evaluating", _rule("close", "eval_", "val loss", "val_loss", "evaluation", "validation",
                          pattern=r"['\"]eval_(?:loss|runtime)|\bval(?:idation)?[_ ]loss ?[:=]? ?\d"
