@@ -15,13 +15,36 @@ __all__ = ["EXIT", "KEYS", "STATES", "exit_code", "redact", "render", "to_json"]
 
 Answer = dict[str, Any]
 KEYS = (
-    "schema", "target", "took_s", "state", "verdict", "grade", "sentence", "questions", "evidence", "against", "runner_up", "also",
-    "chain", "ranks", "progress", "data", "silence", "next", "do_not", "not_visible",
-)  # fmt: skip
+    "schema",
+    "target",
+    "took_s",
+    "state",
+    "verdict",
+    "grade",
+    "sentence",
+    "questions",
+    "evidence",
+    "against",
+    "runner_up",
+    "also",
+    "chain",
+    "ranks",
+    "progress",
+    "data",
+    "silence",
+    "next",
+    "do_not",
+    "not_visible",
+)
 STATES = ("finished", "failed", "quiet", "slow", "stuck", "healthy", "unknown")
 EXIT = {"healthy": 0, "quiet": 0, "finished": 0, "slow": 1, "stuck": 2, "failed": 2, "unknown": 3}
 _COLOR = {"healthy": 32, "quiet": 32, "finished": 32, "slow": 33, "stuck": 31, "failed": 31}
-_QUESTIONS = (("finished", "Finished?"), ("crashed", "Crashed?"), ("stalled", "Stalled?"), ("only_quiet", "Only quiet?"))
+_QUESTIONS = (
+    ("finished", "Finished?"),
+    ("crashed", "Crashed?"),
+    ("stalled", "Stalled?"),
+    ("only_quiet", "Only quiet?"),
+)
 
 
 def exit_code(state: str) -> int:
@@ -53,7 +76,11 @@ def render(judgement: Judgement, *, color: bool = False, verbose: bool = False) 
         lines += ["", "Ranks", *(f"  {_numbers(g)}: {g['doing']}" for g in given["ranks"]["groups"])]
     lines += _evidence(given, verbose)
     lines += _progress(given)
-    lines += ["", "Why the log is silent" if given["silence"]["reason"] != "not-silent" else "The log", "  " + given["silence"]["sentence"]]
+    lines += [
+        "",
+        "Why the log is silent" if given["silence"]["reason"] != "not-silent" else "The log",
+        "  " + given["silence"]["sentence"],
+    ]
     lines += _list("What to do", given["next"]) + _list("What not to do", given["do_not"])
     lines += _list("What could not be seen", [_hidden(n) for n in given["not_visible"]])
     return "\n".join(lines)
@@ -86,7 +113,9 @@ def _progress(given: Answer) -> list[str]:
         total = f" of {p['total']:,}" if p["total"] else ""
         pace = f", {p['seconds_per_step']:.3g} s a step" if p["seconds_per_step"] else ""
         eta = f", about {span_words(p['eta_s'])} left" if p["eta_s"] is not None else ""
-        lines.append(f"  step {p['step']:,}{total}{pace}{eta}" + (" in this epoch" if p["scope"] == "epoch" and eta else ""))
+        lines.append(
+            f"  step {p['step']:,}{total}{pace}{eta}" + (" in this epoch" if p["scope"] == "epoch" and eta else "")
+        )
     else:
         lines.append("  the log shows no step yet")
     if data is not None and data["files"]:
@@ -96,13 +125,23 @@ def _progress(given: Answer) -> list[str]:
         lines.append(f"  reading {names} at {size(rate)}/s{cached}")
     if data is not None and data["dataset"] and data["dataset"].get("bytes"):
         room = f", room for {size(data['page_cache_room'])} in memory" if data["page_cache_room"] else ""
-        warm = {True: "it will warm up", False: "it will not warm up: larger than the free memory", None: "unknown whether it warms up"}[data["will_warm_up"]]
+        warm = {
+            True: "it will warm up",
+            False: "it will not warm up: larger than the free memory",
+            None: "unknown whether it warms up",
+        }[data["will_warm_up"]]
         whole = f"; one pass at this rate takes {span_words(data['full_pass_s'])}" if data["full_pass_s"] else ""
-        lines.append(f"  data set: {data['dataset'].get('files', '?')} files, {size(data['dataset']['bytes'])}{room}: {warm}{whole}")
+        lines.append(
+            f"  data set: {data['dataset'].get('files', '?')} files, {size(data['dataset']['bytes'])}{room}:"
+            f" {warm}{whole}"
+        )
     moved = [s["name"] for s in p["signals"] if s["moved"]]
     still = [s["name"] for s in p["signals"] if s["moved"] is False]
     unseen = [s["name"] for s in p["signals"] if s["moved"] is None]
-    lines.append(f"  moved: {', '.join(moved) or 'nothing'}; still: {', '.join(still) or 'nothing'}" + (f"; not seen: {', '.join(unseen)}" if unseen else ""))
+    lines.append(
+        f"  moved: {', '.join(moved) or 'nothing'}; still: {', '.join(still) or 'nothing'}"
+        + (f"; not seen: {', '.join(unseen)}" if unseen else "")
+    )
     return lines
 
 

@@ -1,7 +1,7 @@
 """The wait chain: from the main thread to what it waits for in the end.
 
-main thread -> pipe, queue or lock -> worker -> system call and descriptor -> file and offset -> mount -> device; or to the
-holder of a lock, a child, a peer rank, a TCP port. Every link is a dict with `words` for people and `raw` for the doubtful.
+main thread -> pipe, queue or lock -> worker -> system call and descriptor -> file and offset -> mount -> device; or to
+the holder of a lock, a child, a peer rank, a TCP port. Every link is a dict with `words` and, for the doubtful, `raw`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from eyas.why.facts import WAITING, Facts
+from eyas.why.facts import Facts
 from eyas.why.procs import Proc, Thread
 from eyas.why.ranks import Split, doing
 from eyas.why.storage import mount_of
@@ -37,8 +37,19 @@ def build(f: Facts, ranks: Split | None) -> list[Link]:
     start = f.main
     links = [_thread_link(start, start.critical, "main thread" if start.critical is start.main else "busiest thread")]
     seen = {start.pid}
-    if ranks is not None and ranks.odd and start not in ranks.odd and doing(f, start) in ("waiting", "spinning", "computing"):
-        links.append(_link("rank", f"waits with {len(f.ranks) - len(ranks.odd)} rank(s) for {ranks.odd_words}", pid=ranks.odd[0].pid))
+    if (
+        ranks is not None
+        and ranks.odd
+        and start not in ranks.odd
+        and doing(f, start) in ("waiting", "spinning", "computing")
+    ):
+        links.append(
+            _link(
+                "rank",
+                f"waits with {len(f.ranks) - len(ranks.odd)} rank(s) for {ranks.odd_words}",
+                pid=ranks.odd[0].pid,
+            )
+        )
         start = ranks.odd[0]
         seen.add(start.pid)
         links.append(_thread_link(start, start.critical, "its main thread"))
@@ -46,7 +57,15 @@ def build(f: Facts, ranks: Split | None) -> list[Link]:
     return links[: _MANY + 2]
 
 
-def _link(kind: str, words: str, *, pid: int | None = None, tid: int | None = None, raw: str | None = None, source: str | None = None) -> Link:
+def _link(
+    kind: str,
+    words: str,
+    *,
+    pid: int | None = None,
+    tid: int | None = None,
+    raw: str | None = None,
+    source: str | None = None,
+) -> Link:
     return {"kind": kind, "words": words, "pid": pid, "tid": tid, "raw": raw, "source": source}
 
 
@@ -54,9 +73,13 @@ def _thread_link(proc: Proc, thread: Thread, who: str) -> Link:
     wait = thread.wait
     cpu = "" if thread.cpu is None else f", {100 * thread.cpu:.0f} % CPU"
     return _link(
-        "thread", f"{who} of {proc.label} is {wait.words}{cpu}", pid=proc.pid, tid=thread.tid, raw=wait.raw,
+        "thread",
+        f"{who} of {proc.label} is {wait.words}{cpu}",
+        pid=proc.pid,
+        tid=thread.tid,
+        raw=wait.raw,
         source=f"/proc/{proc.pid}/task/{thread.tid}/{{stat,wchan,syscall}}",
-    )  # fmt: skip
+    )
 
 
 def _follow(f: Facts, proc: Proc, thread: Thread, seen: set[int], depth: int) -> list[Link]:
@@ -79,7 +102,7 @@ def _follow(f: Facts, proc: Proc, thread: Thread, seen: set[int], depth: int) ->
     if wait.family in ("socket", "connect", "accept"):
         return _to_peer(f, proc, wait)
     if is_storage(wait.family):
-        return _to_file(f, proc, thread, wait)
+        return _to_file(f, proc, wait)
     if wait.family == "gpu":
         return [_link("device", "the GPU driver" + (f": {wait.path}" if wait.path else ""), raw=wait.wchan)]
     return []
@@ -117,11 +140,17 @@ def _over_pipe(f: Facts, proc: Proc, wait: Wait, seen: set[int], depth: int) -> 
     if not live:
         known = ", ".join(f"PID {p}" for p in others[:3])
         return [_link("pipe", f"pipe:[{inode}] whose {side} is {known}{queued}", raw=f"fd {wait.fd}", pid=others[0])]
-    links = [_link("pipe", f"pipe:[{inode}] whose {side} is {_crowd(live)}{queued}", raw=f"fd {wait.fd}", pid=live[0].pid)]
+    links = [
+        _link("pipe", f"pipe:[{inode}] whose {side} is {_crowd(live)}{queued}", raw=f"fd {wait.fd}", pid=live[0].pid)
+    ]
     if not writes and any(p.kind in ("fork", "spawned") for p in live):
         return links + _to_workers(f, proc, seen, depth)
     seen.add(live[0].pid)
-    return [*links, _thread_link(live[0], live[0].critical, "its main thread"), *_follow(f, live[0], live[0].critical, seen, depth + 1)]
+    return [
+        *links,
+        _thread_link(live[0], live[0].critical, "its main thread"),
+        *_follow(f, live[0], live[0].critical, seen, depth + 1),
+    ]
 
 
 def _inode(proc: Proc, wait: Wait) -> int | None:
@@ -141,7 +170,14 @@ def _to_workers(f: Facts, proc: Proc, seen: set[int], depth: int) -> list[Link]:
     dead = [w for w in workers if w.zombie or w.gone]
     live = [w for w in workers if w not in dead]
     if dead:
-        return [_link("worker", f"{len(dead)} of {len(workers)} workers dead: {_crowd(dead)}", pid=dead[0].pid, raw=f"state {dead[0].state}")]
+        return [
+            _link(
+                "worker",
+                f"{len(dead)} of {len(workers)} workers dead: {_crowd(dead)}",
+                pid=dead[0].pid,
+                raw=f"state {dead[0].state}",
+            )
+        ]
     groups = Counter(_work(w) for w in live)
     words = ", ".join(f"{count} {what}" for what, count in groups.most_common())
     busy = [w for w in live if _work(w) not in ("idle (waiting for work)", "waiting on a lock")]
@@ -154,7 +190,7 @@ def _to_workers(f: Facts, proc: Proc, seen: set[int], depth: int) -> list[Link]:
     stored = thread.ever("disk", "nfs", "fuse", "lustre", "swap", "metadata", "read")
     links = [link, _thread_link(chosen, thread, "worker")]
     if stored is not None or (chosen.readings and thread.wait.family == "run"):
-        return links + _to_file(f, chosen, thread, stored or thread.wait)
+        return links + _to_file(f, chosen, stored or thread.wait)
     return links + _follow(f, chosen, thread, seen, depth + 1)
 
 
@@ -177,24 +213,40 @@ def _inside(f: Facts, proc: Proc, wait: Wait) -> list[Link]:
     if wait.family == "futex" and wait.uaddr is not None:
         same = [t for t in proc.threads if t.wait.uaddr == wait.uaddr and t.tid != proc.critical.tid]
         if same:
-            return [_link("lock", f"the lock at {wait.uaddr:#x} is awaited by {len(same) + 1} threads", raw=wait.raw, pid=proc.pid)]
-    busy = [t for t in proc.threads if t.tid != proc.critical.tid and ((t.cpu or 0) > 0.05 or is_storage(t.wait.family))]
+            return [
+                _link(
+                    "lock",
+                    f"the lock at {wait.uaddr:#x} is awaited by {len(same) + 1} threads",
+                    raw=wait.raw,
+                    pid=proc.pid,
+                )
+            ]
+    busy = [
+        t for t in proc.threads if t.tid != proc.critical.tid and ((t.cpu or 0) > 0.05 or is_storage(t.wait.family))
+    ]
     if busy:
         chosen = max(busy, key=lambda t: (is_storage(t.wait.family), t.cpu or 0))
         links = [_thread_link(proc, chosen, f"thread {chosen.comm} ({chosen.role})")]
-        return links + (_to_file(f, proc, chosen, chosen.wait) if is_storage(chosen.wait.family) else [])
+        return links + (_to_file(f, proc, chosen.wait) if is_storage(chosen.wait.family) else [])
     net = [t for t in proc.threads if t.wait.family in ("socket", "connect")]
     return _to_peer(f, proc, net[0].wait) if net else []
 
 
 def _to_child(f: Facts, proc: Proc, wait: Wait, seen: set[int], depth: int) -> list[Link]:
-    children = [p for p in f.procs.values() if p.ppid == proc.pid and p.pid not in seen and p.kind not in ("resource_tracker", "tracker")]
+    children = [
+        p
+        for p in f.procs.values()
+        if p.ppid == proc.pid and p.pid not in seen and p.kind not in ("resource_tracker", "tracker")
+    ]
     wanted = [p for p in children if p.pid == wait.pid] or sorted(children, key=lambda p: -(p.cpu or 0.0))
     if not wanted:
         return [_link("child", "a child process that was not seen", pid=wait.pid)]
     child = wanted[0]
     seen.add(child.pid)
-    return [_thread_link(child, child.critical, f"child ({child.kind})"), *_follow(f, child, child.critical, seen, depth + 1)]
+    return [
+        _thread_link(child, child.critical, f"child ({child.kind})"),
+        *_follow(f, child, child.critical, seen, depth + 1),
+    ]
 
 
 def _to_holder(f: Facts, proc: Proc, wait: Wait) -> list[Link]:
@@ -202,24 +254,42 @@ def _to_holder(f: Facts, proc: Proc, wait: Wait) -> list[Link]:
         if proc.pid in (lock.get("waiters") or []):
             holder, comm = lock.get("holder"), lock.get("holder_comm") or "?"
             path = lock.get("path") or wait.path or "a file"
-            return [_link("lock", f"{lock.get('type', 'a')} lock on {path}, held by PID {holder} ({comm})", pid=holder, source="/proc/locks")]
+            return [
+                _link(
+                    "lock",
+                    f"{lock.get('type', 'a')} lock on {path}, held by PID {holder} ({comm})",
+                    pid=holder,
+                    source="/proc/locks",
+                )
+            ]
     return [_link("lock", f"a file lock on {wait.path or 'a file'}; the holder was not seen", raw=wait.raw)]
 
 
 def _to_peer(f: Facts, proc: Proc, wait: Wait) -> list[Link]:
-    sockets = [s for s in f.snap.get("sockets") or [] if s.get("pid") == proc.pid and str(s.get("proto", "")).startswith("tcp")]
+    sockets = [
+        s for s in f.snap.get("sockets") or [] if s.get("pid") == proc.pid and str(s.get("proto", "")).startswith("tcp")
+    ]
     chosen = next((s for s in sockets if wait.fd is not None and s.get("fd") == wait.fd), None)
     chosen = chosen or next((s for s in sockets if s.get("state") in ("SYN_SENT", "ESTABLISHED")), None)
     if chosen is None:
         return []
     peer = f.procs.get(int(chosen["peer_pid"])) if chosen.get("peer_pid") else None
     whom = f", that is {peer.label}" if peer else f", PID {chosen['peer_pid']}" if chosen.get("peer_pid") else ""
-    return [_link("tcp", f"TCP {chosen.get('peer')}:{chosen.get('pport')} ({chosen.get('state')}){whom}", pid=chosen.get("peer_pid"), source="/proc/net/tcp")]
+    return [
+        _link(
+            "tcp",
+            f"TCP {chosen.get('peer')}:{chosen.get('pport')} ({chosen.get('state')}){whom}",
+            pid=chosen.get("peer_pid"),
+            source="/proc/net/tcp",
+        )
+    ]
 
 
-def _to_file(f: Facts, proc: Proc, thread: Thread, wait: Wait) -> list[Link]:
+def _to_file(f: Facts, proc: Proc, wait: Wait) -> list[Link]:
     path = wait.path if wait.kind in ("file", "dir", "shm", None) else None
-    reading = next((r for r in proc.readings if r.path == path), None) or next((r for r in proc.readings if r.moved or r.fresh), None)
+    reading = next((r for r in proc.readings if r.path == path), None) or next(
+        (r for r in proc.readings if r.moved or r.fresh), None
+    )
     reading = reading or next(iter(proc.readings), None)
     path = path or (reading.path if reading else None)
     if path is None:
@@ -237,7 +307,11 @@ def _file_links(f: Facts, path: str, pos: int | None) -> list[Link]:
     if mount is not None:
         data = f.data if f.data.mount is mount else None
         disk = data.disk if data else {}
-        busy = f", busy {100 * min(1.0, disk['busy']):.0f} % of the time, {disk['await_ms']:.1f} ms a read" if "await_ms" in disk and "busy" in disk else ""
+        busy = (
+            f", busy {100 * min(1.0, disk['busy']):.0f} % of the time, {disk['await_ms']:.1f} ms a read"
+            if "await_ms" in disk and "busy" in disk
+            else ""
+        )
         rate = f", {size(data.rate)}/s for this job" if data and data.rate else ""
         links.append(_link("mount", f"{mount.words}{rate}{busy}", source="mountinfo, diskstats"))
     return links
@@ -246,8 +320,3 @@ def _file_links(f: Facts, path: str, pos: int | None) -> list[Link]:
 def _crowd(procs: list[Proc]) -> str:
     names = ", ".join(str(p.pid) for p in procs[:4]) + (f" and {len(procs) - 4} more" if len(procs) > 4 else "")
     return f"{procs[0].kind} {names} ({procs[0].comm})"
-
-
-def waiting(thread: Thread) -> bool:
-    """A thread that waits for somebody, at most looks."""
-    return thread.share(*WAITING) >= 0.6

@@ -1,4 +1,4 @@
-"""From a judgement to an answer: the sentence, the four questions, progress, silence, and the commands, all as plain data."""
+"""From a judgement to an answer: the sentence, the four questions, progress, silence, commands; all as plain data."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from eyas.why.chain import size
 from eyas.why.facts import Facts
 from eyas.why.judge import Judgement
 from eyas.why.logs.silence import ProcessFacts, Silence, why_silent
+from eyas.why.procs import grew
 from eyas.why.verdicts.base import Case, span_words
 from eyas.why.verdicts.ended import exit_status, script_name
 from eyas.why.verdicts.words import WORDS
@@ -59,11 +60,17 @@ def _fill(text: str, fields: Mapping[str, str]) -> str:
 def _target(f: Facts) -> dict[str, Any]:
     main = f.main
     return {
-        "asked": f.target.get("asked"), "host": f.target.get("host") or f.meta.get("host"),
-        "pid": main.pid if main else f.target.get("pid"), "name": script_name(f), "user": main.raw.get("user") if main else None,
-        "age_s": main.age if main else None, "members": len(f.job.get("members") or []) or None, "log": f.log_path,
-        "note": f.target.get("note"), "training": f.training,
-    }  # fmt: skip
+        "asked": f.target.get("asked"),
+        "host": f.target.get("host") or f.meta.get("host"),
+        "pid": main.pid if main else f.target.get("pid"),
+        "name": script_name(f),
+        "user": main.raw.get("user") if main else None,
+        "age_s": main.age if main else None,
+        "members": len(f.job.get("members") or []) or None,
+        "log": f.log_path,
+        "note": f.target.get("note"),
+        "training": f.training,
+    }
 
 
 def _what_it_is(f: Facts) -> str:
@@ -72,7 +79,10 @@ def _what_it_is(f: Facts) -> str:
         return f"PID {f.target.get('pid')} is a kernel thread, not a training process."
     if main is None:
         return "It does not look like a training process."
-    return f"PID {main.pid} is {main.cmd[:80] or main.comm}: not a training process as far as can be seen; its main thread is {main.critical.wait.words}."
+    return (
+        f"PID {main.pid} is {main.cmd[:80] or main.comm}: not a training process as far as can be seen; its main thread"
+        f" is {main.critical.wait.words}."
+    )
 
 
 def _fields(j: Judgement, silence: Silence) -> dict[str, str]:
@@ -107,9 +117,17 @@ def _fields(j: Judgement, silence: Silence) -> dict[str, str]:
         "workers": str(workers),
         "workers_words": f"{workers} worker(s)" if workers else "the process itself",
         "cpus": str(case.values.get("cpus") or f.meta.get("cpus") or "?"),
-        "quota_words": f" (quota {case.values['quota']:g} CPUs)" if case.values.get("quota") else " (pinned to one CPU)" if case.values.get("allowed") == 1 else "",
-        "victim": f" ({j.facts.log.error.line[:90]})" if log and log.error and log.error.kind == "worker-died" else "",
-        "error": str(case.values.get("error") or (log.error.line if log and log.error else None) or "see the log")[:200],
+        "quota_words": (
+            f" (quota {case.values['quota']:g} CPUs)"
+            if case.values.get("quota")
+            else " (pinned to one CPU)"
+            if case.values.get("allowed") == 1
+            else ""
+        ),
+        "victim": f" ({log.error.line[:90]})" if log and log.error and log.error.kind == "worker-died" else "",
+        "error": str(case.values.get("error") or (log.error.line if log and log.error else None) or "see the log")[
+            :200
+        ],
         "signal": "a signal",
         "with_signal": f" ({case.values['signal']})" if case.values.get("signal") else "",
         "path": "an unknown place",
@@ -122,11 +140,17 @@ def _fields(j: Judgement, silence: Silence) -> dict[str, str]:
         "pids": " ".join(map(str, case.pids[:16])),
         "memory_words": "; its memory grows" if any("memory grows" in e.derived for e in case.support) else "",
         "unknown_why": _unknown_why(f),
-        "stop_words": " (frozen by its cgroup)" if case.values.get("frozen") else f" (traced by PID {case.values['tracer']})" if case.values.get("tracer") else "",
+        "stop_words": (
+            " (frozen by its cgroup)"
+            if case.values.get("frozen")
+            else f" (traced by PID {case.values['tracer']})"
+            if case.values.get("tracer")
+            else ""
+        ),
         "resume": _resume(case, pid),
         "host": str(f.meta.get("host") or ""),
         "peer": "the service",
-    }  # fmt: skip
+    }
     values.pop("rate", None)
     values.pop("mount", None)
     values.pop("workers", None)
@@ -135,7 +159,9 @@ def _fields(j: Judgement, silence: Silence) -> dict[str, str]:
 
 def _resume(case: Case, pid: object) -> str:
     if case.values.get("frozen"):
-        return "echo 0 > CGROUP/cgroup.freeze (v2), or echo THAWED > CGROUP/freezer.state (v1), for the cgroup " + str(case.values.get("cgroup"))
+        return "echo 0 > CGROUP/cgroup.freeze (v2), or echo THAWED > CGROUP/freezer.state (v1), for the cgroup " + str(
+            case.values.get("cgroup")
+        )
     if case.values.get("tracer"):
         return f"end the tracer: kill -TERM {case.values['tracer']}"
     targets = " ".join(map(str, case.pids)) or str(pid)
@@ -170,7 +196,7 @@ def silence_of(f: Facts) -> Silence:
         unbuffered = True
     elif python.get("unbuffered_flag") is False and python.get("unbuffered_env") is False:
         unbuffered = False
-    grown = tuple(o["path"] for o in f.snap.get("outputs") or [] if sum(int(g) for g in o.get("growth") or [] if g) > 0)
+    grown = tuple(o["path"] for o in f.snap.get("outputs") or [] if (grew(o) or 0) > 0)
     facts = ProcessFacts(
         stdout="deleted" if f.log_entry.get("deleted") else out,  # type: ignore[arg-type]
         stderr=err,  # type: ignore[arg-type]
@@ -204,7 +230,9 @@ def _questions(j: Judgement, silence: Silence) -> dict[str, dict[str, str]]:
     pid = f.main.pid if f.main else f.target.get("pid")
     alive = f"PID {pid} is alive" + (f" (state {f.main.state})" if f.main and f.main.state != "?" else "")
     code, sig = exit_status(f)
-    gone = "the process is gone" + (f", exit code {code}" if code is not None else f", signal {sig}" if sig is not None else "")
+    gone = "the process is gone" + (
+        f", exit code {code}" if code is not None else f", signal {sig}" if sig is not None else ""
+    )
 
     def answer(yes: bool | None, evidence: str) -> dict[str, str]:
         return {"answer": "unknown" if yes is None else "yes" if yes else "no", "evidence": evidence}
@@ -222,13 +250,21 @@ def _questions(j: Judgement, silence: Silence) -> dict[str, dict[str, str]]:
         stalled_words = gone
     else:
         stalled_words = moving or "no mechanism that blocks it was found"
-    quiet = None if state == "unknown" else state in ("quiet", "healthy") or (state == "slow" and bool(f.idle and f.idle > 15))
+    quiet = (
+        None
+        if state == "unknown"
+        else state in ("quiet", "healthy") or (state == "slow" and bool(f.idle and f.idle > 15))
+    )
     end_words = here
     if f.log is not None and f.log.ended:
         end_words += "; the log says that training ended"
     elif f.log is not None and f.log.step is not None and f.log.total:
         end_words += f"; the log is at step {f.log.step:,} of {f.log.total:,}"
-    crash_words = best if state == "failed" else here + ("; no error at the end of the log" if f.log is not None and f.log.error is None else "")
+    crash_words = (
+        best
+        if state == "failed"
+        else here + ("; no error at the end of the log" if f.log is not None and f.log.error is None else "")
+    )
     return {
         "finished": answer(finished, best if state == "finished" else end_words),
         "crashed": answer(crashed, crash_words),
@@ -244,17 +280,27 @@ def _runner(j: Judgement) -> dict[str, Any] | None:
         "score": round(case.score, 2) if case else None,
         "evidence": [e.derived for e in sorted(case.support, key=lambda e: -e.weight)[:2]] if case else [],
         "against": [e.derived for e in sorted(case.against, key=lambda e: -e.weight)[:2]] if case else [],
-        "separate": _fill(j.separate, {"target": str(j.facts.target.get("asked") or ""), "pid": str(j.facts.main.pid if j.facts.main else "PID"),
-                                       "path": "the path", "peer": "the service"}),
-    }  # fmt: skip
+        "separate": _fill(
+            j.separate,
+            {
+                "target": str(j.facts.target.get("asked") or ""),
+                "pid": str(j.facts.main.pid if j.facts.main else "PID"),
+                "path": "the path",
+                "peer": "the service",
+            },
+        ),
+    }
 
 
 def _ranks(j: Judgement) -> dict[str, Any] | None:
     s = j.split
     if s is None:
         return None
-    return {"groups": [{"doing": w, "ranks": [p.rank for p in ps], "pids": [p.pid for p in ps]} for w, ps in s.groups],
-            "odd": s.odd_words, "missing": list(s.missing or s.reported_missing)}  # fmt: skip
+    return {
+        "groups": [{"doing": w, "ranks": [p.rank for p in ps], "pids": [p.pid for p in ps]} for w, ps in s.groups],
+        "odd": s.odd_words,
+        "missing": list(s.missing or s.reported_missing),
+    }
 
 
 def _progress(f: Facts) -> dict[str, Any]:
@@ -264,12 +310,20 @@ def _progress(f: Facts) -> dict[str, Any]:
         eta = max(0.0, log.eta_s - (f.idle or 0.0) if f.forward else log.eta_s)
     pace = log.pace if log else None
     return {
-        "step": log.step if log else None, "total": log.total if log else None, "epoch": log.epoch if log else None,
-        "scope": log.scope if log else None, "seconds_per_step": pace.seconds_per_step if pace else None,
-        "line_interval_s": log.line_interval_s if log else None, "log_idle_s": f.idle, "eta_s": eta,
+        "step": log.step if log else None,
+        "total": log.total if log else None,
+        "epoch": log.epoch if log else None,
+        "scope": log.scope if log else None,
+        "seconds_per_step": pace.seconds_per_step if pace else None,
+        "line_interval_s": log.line_interval_s if log else None,
+        "log_idle_s": f.idle,
+        "eta_s": eta,
         "data_pass_s": data.full_pass_s,
-        "signals": [{"name": s.name, "moved": s.moved, "forward": s.forward, "text": s.text, "source": s.source} for s in f.signals],
-    }  # fmt: skip
+        "signals": [
+            {"name": s.name, "moved": s.moved, "forward": s.forward, "text": s.text, "source": s.source}
+            for s in f.signals
+        ],
+    }
 
 
 def _data(f: Facts) -> dict[str, Any] | None:
@@ -277,14 +331,28 @@ def _data(f: Facts) -> dict[str, Any] | None:
     if not data.readings and not data.dataset:
         return None
     return {
-        "files": data.files[:8], "read_bytes_per_s": data.disk_rate, "rchar_per_s": data.read_rate, "offset_bytes_per_s": data.pos_rate,
-        "cached": data.cached, "mount": data.mount.words if data.mount else None, "dataset": dict(data.dataset) or None,
-        "page_cache_room": data.memory, "will_warm_up": data.warms, "full_pass_s": data.full_pass_s,
-    }  # fmt: skip
+        "files": data.files[:8],
+        "read_bytes_per_s": data.disk_rate,
+        "rchar_per_s": data.read_rate,
+        "offset_bytes_per_s": data.pos_rate,
+        "cached": data.cached,
+        "mount": data.mount.words if data.mount else None,
+        "dataset": dict(data.dataset) or None,
+        "page_cache_room": data.memory,
+        "will_warm_up": data.warms,
+        "full_pass_s": data.full_pass_s,
+    }
 
 
 def _not_visible(f: Facts) -> list[dict[str, Any]]:
-    items = [dict(n) for n in f.snap.get("not_visible") or []]
-    for probe in f.snap.get("probes_timed_out") or []:
-        items.append({"what": str(probe.get("probe")), "why": f"did not come back in {probe.get('after_s', '?')} s", "needs": None, "command": None})
-    return items
+    hidden = [dict(n) for n in f.snap.get("not_visible") or []]
+    late = [
+        {
+            "what": str(probe.get("probe")),
+            "why": f"did not come back in {probe.get('after_s', '?')} s",
+            "needs": None,
+            "command": None,
+        }
+        for probe in f.snap.get("probes_timed_out") or []
+    ]
+    return hidden + late

@@ -14,7 +14,7 @@ from typing import Any
 
 from eyas.why.gpu import GpuView, read_gpus
 from eyas.why.logs.facts import LogFacts
-from eyas.why.procs import Proc, Thread, log_bytes, per_second, read_processes
+from eyas.why.procs import Proc, Thread, grew, log_bytes, per_second, read_processes
 from eyas.why.storage import DataView, Mount, read_data, read_mounts
 
 Json = Mapping[str, Any]
@@ -40,15 +40,21 @@ class Facts:
         self.target: Json = snap.get("target") or {}
         self.job: Json = snap.get("job") or {}
         self.samples: list[Json] = [s for s in snap.get("samples") or [] if isinstance(s, dict)]
-        self.span: float = float(self.samples[-1].get("t") or 0) - float(self.samples[0].get("t") or 0) if self.samples else 0.0
+        self.span: float = (
+            float(self.samples[-1].get("t") or 0) - float(self.samples[0].get("t") or 0) if self.samples else 0.0
+        )
         self.procs = read_processes(snap)
         self.members = {int(p) for p in self.job.get("members") or []} | {int(p) for p in self.procs}
         self.mounts: dict[str, Mount] = read_mounts(snap)
         self.gpu: GpuView = read_gpus(snap, {int(p) for p in self.job.get("members") or []} or self.members)
         logs = snap.get("logs") or []
-        self.log_entry: Json = next((e for e in logs if (e.get("tail") or {}).get("b64") or e.get("size")), logs[0] if logs else {})
+        self.log_entry: Json = next(
+            (e for e in logs if (e.get("tail") or {}).get("b64") or e.get("size")), logs[0] if logs else {}
+        )
         self.log = log
-        self.now: float = float(self.meta.get("started") or 0.0) + float((self.samples[-1].get("t") if self.samples else 0.0) or 0.0)
+        self.now: float = float(self.meta.get("started") or 0.0) + float(
+            (self.samples[-1].get("t") if self.samples else 0.0) or 0.0
+        )
 
     # ---- who is who
     @cached_property
@@ -84,19 +90,23 @@ class Facts:
 
     def workers_of(self, proc: Proc) -> list[Proc]:
         mine = [w for w in self.workers if w.ppid == proc.pid]
-        return mine or ([w for w in self.workers] if len(self.trainers) == 1 else [])
+        return mine or (list(self.workers) if len(self.trainers) == 1 else [])
 
     def of_kind(self, *kinds: str) -> list[Proc]:
         return [p for p in self.procs.values() if p.kind in kinds]
 
     @cached_property
     def alive(self) -> bool:
-        return bool(self.target.get("exists")) and not self.target.get("zombie") and not (self.main is not None and self.main.zombie)
+        return (
+            bool(self.target.get("exists"))
+            and not self.target.get("zombie")
+            and not (self.main is not None and self.main.zombie)
+        )
 
     @cached_property
     def training(self) -> bool | None:
-        """Whether the target looks like a training process at all."""
-        return self.target.get("ours")
+        """Whether the target looks like a training process: by what it is, or by a log that shows steps."""
+        return True if self.stepped or self.workers or self.ranks else self.target.get("ours")
 
     @cached_property
     def distributed(self) -> bool:
@@ -142,8 +152,7 @@ class Facts:
 
     @cached_property
     def log_growth(self) -> int | None:
-        growth = [int(g) for g in self.log_entry.get("growth") or [] if g is not None]
-        return sum(growth) if growth else None
+        return grew(self.log_entry)
 
     @cached_property
     def overdue(self) -> float | None:
@@ -164,7 +173,10 @@ class Facts:
     @cached_property
     def stepped(self) -> bool:
         """The log shows that at least one training step was made."""
-        return self.log is not None and bool(self.log.step or self.log.progress_lines)
+        if self.log is None:
+            return False
+        started = self.log.progress_lines > (1 if self.log.step == 0 else 0)  # a bar at 0/1000 is not a step
+        return bool(self.log.step or started)
 
     @cached_property
     def heartbeat(self) -> bool:
@@ -250,31 +262,63 @@ def _signals(f: Facts) -> Any:
     else:
         yield Signal("log", moved, True, text, "log")
 
-    outputs = [(o, sum(int(g) for g in o.get("growth") or [] if g)) for o in f.snap.get("outputs") or []]
+    outputs = [(o, (grew(o) or 0)) for o in f.snap.get("outputs") or []]
     grown = [o for o, g in outputs if g > 0 and o.get("kind") != "wandb"]
-    yield Signal("output", bool(grown) if outputs else None, True,
-                 f"{grown[0]['path']} grows" if grown else "no output file grew", "outputs")  # fmt: skip
-    caches = [c for c in f.snap.get("caches") or [] if sum(int(g) for g in c.get("growth") or [] if g) > 0]
+    yield Signal(
+        "output",
+        bool(grown) if outputs else None,
+        True,
+        f"{grown[0]['path']} grows" if grown else "no output file grew",
+        "outputs",
+    )
+    caches = [c for c in f.snap.get("caches") or [] if (grew(c) or 0) > 0]
     known = bool(f.snap.get("caches"))
-    yield Signal("cache", bool(caches) if known else None, True,
-                 f"the {caches[0]['name']} cache grows" if caches else "no compile or download cache grew", "caches")  # fmt: skip
+    yield Signal(
+        "cache",
+        bool(caches) if known else None,
+        True,
+        f"the {caches[0]['name']} cache grows" if caches else "no compile or download cache grew",
+        "caches",
+    )
 
     data, readers = f.data, f.trainers + f.live_workers
     seen = bool(data.readings) or data.read_rate is not None
     reads = data.moves or (data.read_rate or 0) > TRICKLE
-    yield Signal("data", reads if seen else None, True,
-                 f"data is read at {max(data.rate, data.read_rate or 0) / 1e6:.1f} MB/s" if reads else "no data is read",
-                 "/proc/PID/io, fdinfo")  # fmt: skip
+    yield Signal(
+        "data",
+        reads if seen else None,
+        True,
+        f"data is read at {max(data.rate, data.read_rate or 0) / 1e6:.1f} MB/s" if reads else "no data is read",
+        "/proc/PID/io, fdinfo",
+    )
     writes = [p.io["wchar"] for p in readers if "wchar" in p.io]
-    yield Signal("writes", sum(writes) > TRICKLE if writes else None, True, f"{sum(writes) / 1e6:.2f} MB/s are written", "/proc/PID/io")
+    yield Signal(
+        "writes",
+        sum(writes) > TRICKLE if writes else None,
+        True,
+        f"{sum(writes) / 1e6:.2f} MB/s are written",
+        "/proc/PID/io",
+    )
     faults = [p.majflt for p in readers if p.majflt is not None]
-    yield Signal("paging", sum(faults) > 20 if faults else None, True, f"{sum(faults):.0f} pages a second come from disk", "/proc/PID/stat")
+    yield Signal(
+        "paging",
+        sum(faults) > 20 if faults else None,
+        True,
+        f"{sum(faults):.0f} pages a second come from disk",
+        "/proc/PID/stat",
+    )
 
     yield _cpu_signal("worker-cpu", f.live_workers, 0.10, True)
     yield _cpu_signal("compiler-cpu", f.of_kind("compile_worker", "compiler"), 0.05, True)
     yield _cpu_signal("main-cpu", f.trainers, 0.05, False)
     switches = [t.wakeups for p in readers for t in p.threads if t.wakeups is not None]
-    yield Signal("wake-ups", sum(switches) > 0 if switches else None, False, f"{sum(switches):.1f} wake-ups a second in all threads", "/proc/PID/task/*/schedstat")
+    yield Signal(
+        "wake-ups",
+        sum(switches) > 0 if switches else None,
+        False,
+        f"{sum(switches):.1f} wake-ups a second in all threads",
+        "/proc/PID/task/*/schedstat",
+    )
 
     working = f.gpu.working if f.gpu.exact or len(f.gpu.mine) == 1 else (f.gpu.working or None)
     ambiguous = working is None and any((g.util or 0) >= 5 for g in f.gpu.mine)
@@ -285,4 +329,10 @@ def _cpu_signal(name: str, procs: list[Proc], least: float, forward: bool) -> Si
     cpu = [p.cpu for p in procs if p.cpu is not None]
     names = Counter(p.comm for p in procs).most_common(1)
     who = f"{len(procs)} x {names[0][0]}" if names else "none"
-    return Signal(name, sum(cpu) > least if cpu else None, forward, f"{who} used {100 * sum(cpu):.0f} % of a CPU", "/proc/PID/stat")
+    return Signal(
+        name,
+        sum(cpu) > least if cpu else None,
+        forward,
+        f"{who} used {100 * sum(cpu):.0f} % of a CPU",
+        "/proc/PID/stat",
+    )

@@ -142,7 +142,9 @@ def read_gpus(snap: Json, members: Collection[int]) -> GpuView:
             mine_by_pid.setdefault(pid, set()).add(index)
             mem[pid] = mem.get(pid, 0) + int(entry.get("mem") or 0)
         elif entry.get("alive") is not False:
-            strangers.append(Stranger(index, pid, str(entry.get("comm") or "?"), int(entry.get("mem") or 0), entry.get("sm_util")))
+            strangers.append(
+                Stranger(index, pid, str(entry.get("comm") or "?"), int(entry.get("mem") or 0), entry.get("sm_util"))
+            )
     for pid, names in holders.items():
         if pid in members and pid not in mine_by_pid:
             indices = {int(n[11:]) for n in names if n.startswith("/dev/nvidia") and n[11:].isdigit()}
@@ -175,7 +177,11 @@ def _gpu(raw: Json) -> Gpu:
         return max(values(key), default=None)
 
     utils, clock, top = values("util"), most("sm_mhz"), most("sm_max_mhz")
-    pcie = [float(s.get("pcie_rx_kbs") or 0) + float(s.get("pcie_tx_kbs") or 0) for s in looks if s.get("pcie_rx_kbs") is not None]
+    pcie = [
+        float(s.get("pcie_rx_kbs") or 0) + float(s.get("pcie_tx_kbs") or 0)
+        for s in looks
+        if s.get("pcie_rx_kbs") is not None
+    ]
     gens = (most("pcie_gen"), most("pcie_gen_max"))
     mem, total = most("mem_used"), most("mem_total")
     return Gpu(
@@ -200,7 +206,11 @@ def _gpu(raw: Json) -> Gpu:
 
 def _energy_power(looks: list[Json]) -> float | None:
     """Mean power between two readings of the energy counter: it sees what happens between the looks."""
-    marks = [(float(s["t"]), float(s["energy_mj"])) for s in looks if s.get("energy_mj") is not None and s.get("t") is not None]
+    marks = [
+        (float(s["t"]), float(s["energy_mj"]))
+        for s in looks
+        if s.get("energy_mj") is not None and s.get("t") is not None
+    ]
     if len(marks) < 2 or marks[-1][0] - marks[0][0] < 0.5 or marks[-1][1] < marks[0][1]:
         return None
     return (marks[-1][1] - marks[0][1]) / 1000.0 / (marks[-1][0] - marks[0][0])

@@ -18,16 +18,30 @@ from eyas.why.verdicts.words import WORDS, state_of
 LEAST = 2.5  # below this nothing is claimed
 LEAST_STUCK = 5.0  # "stuck" and "failed" are claimed only with more
 DOUBT = 1.0  # a quiet or slow reading this close to a stuck one is preferred
+SLOW, NEAR = 5.5, 1.5  # a slow reading this strong and this close to a healthy one says more than it
 
 _NEIGHBOUR = {  # what a verdict is most easily confused with
-    "finished.ok": "failed.signal", "healthy.training": "quiet.interval", "quiet.interval": "stuck.deadlock",
-    "quiet.compiling": "stuck.livelock", "quiet.long-step": "stuck.collective", "quiet.evaluating": "quiet.interval",
-    "quiet.checkpointing": "stuck.filesystem", "quiet.initialising": "quiet.compiling", "stuck.collective": "slow.straggler",
-    "stuck.p2p": "stuck.collective", "stuck.rendezvous": "stuck.collective", "stuck.deadlock": "stuck.worker-dead",
-    "stuck.fork-lock": "stuck.worker-dead", "stuck.worker-dead": "stuck.fork-lock", "stuck.filesystem": "slow.data.network",
-    "stuck.lock-file": "quiet.compiling", "stuck.livelock": "slow.host-python", "stuck.stopped": "stuck.input",
-    "slow.data.disk-cold": "quiet.interval", "slow.data.decode": "slow.data.few-workers",
-}  # fmt: skip
+    "finished.ok": "failed.signal",
+    "healthy.training": "quiet.interval",
+    "quiet.interval": "stuck.deadlock",
+    "quiet.compiling": "stuck.livelock",
+    "quiet.long-step": "stuck.collective",
+    "quiet.evaluating": "quiet.interval",
+    "quiet.checkpointing": "stuck.filesystem",
+    "quiet.initialising": "quiet.compiling",
+    "stuck.collective": "slow.straggler",
+    "stuck.p2p": "stuck.collective",
+    "stuck.rendezvous": "stuck.collective",
+    "stuck.deadlock": "stuck.worker-dead",
+    "stuck.fork-lock": "stuck.worker-dead",
+    "stuck.worker-dead": "stuck.fork-lock",
+    "stuck.filesystem": "slow.data.network",
+    "stuck.lock-file": "quiet.compiling",
+    "stuck.livelock": "slow.host-python",
+    "stuck.stopped": "stuck.input",
+    "slow.data.disk-cold": "quiet.interval",
+    "slow.data.decode": "slow.data.few-workers",
+}
 
 
 @dataclass
@@ -71,10 +85,23 @@ def judge(snap: Mapping[str, Any], now: float | None = None) -> Judgement:
     best = _best(cases, f)
     others = [c for c in cases if c.verdict != best.verdict and c.score > 0]
     runner = others[0] if others else None
-    also = [c for c in others if c.score >= 4 and c.family in ("quiet", "slow") and best.family in ("slow", "quiet", "healthy", "stuck")][:2]
+    also = [
+        c
+        for c in others
+        if c.score >= 4 and c.family in ("quiet", "slow") and best.family in ("slow", "quiet", "healthy", "stuck")
+    ][:2]
     return Judgement(
-        best.verdict, _grade(best, runner), best, runner, _separate(best, runner), f, split, chain.build(f, split), also, cases,
-    )  # fmt: skip
+        best.verdict,
+        _grade(best, runner),
+        best,
+        runner,
+        _separate(best, runner),
+        f,
+        split,
+        chain.build(f, split),
+        also,
+        cases,
+    )
 
 
 def _best(cases: list[Case], f: Facts) -> Case:
@@ -85,6 +112,10 @@ def _best(cases: list[Case], f: Facts) -> Case:
     if best.family == "stuck":
         for other in claimed[1:]:
             if other.family in ("quiet", "slow", "healthy") and best.score - other.score < DOUBT:
+                return other
+    if best.family in ("healthy", "quiet"):
+        for other in claimed[1:]:
+            if other.family == "slow" and other.score >= SLOW and best.score - other.score <= NEAR:
                 return other
     return best
 
@@ -108,4 +139,6 @@ def _separate(best: Case, runner: Case | None) -> str:
         return WORDS[best.verdict].decides
     if best.verdict == "unknown":
         return f"for {other}: {WORDS[other].decides}"
-    return f"{WORDS[best.verdict].decides} (speaks for {best.verdict}); {WORDS[other].decides} (would speak for {other})"
+    return (
+        f"{WORDS[best.verdict].decides} (speaks for {best.verdict}); {WORDS[other].decides} (would speak for {other})"
+    )

@@ -32,7 +32,9 @@ _THREAD_ROLES: list[tuple[str, str]] = [
     (r"wandb|tensorboard|mlflow", "tracker"),
     (r"threadpoolexec|executor", "executor"),
 ]
-_MODEL_FILE = re.compile(r"(model|pytorch_model|adapter|consolidated|weights)[^/]*\.(safetensors|bin|pth?|gguf|h5)$|\.gguf$|-of-\d+\.\w+$")
+_MODEL_FILE = re.compile(
+    r"(model|pytorch_model|adapter|consolidated|weights)[^/]*\.(safetensors|bin|pth?|gguf|h5)$|\.gguf$|-of-\d+\.\w+$"
+)
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,9 @@ def _proc(pid: int, raw: Json, seen: list[tuple[float, Json]], *, gone: bool, ra
     stat0, stat1 = first.get("stat") or {}, last.get("stat") or {}
     status1 = last.get("status") or {}
     cmdline = raw.get("cmdline") or []
-    states = tuple(str((s.get("stat") or {}).get("state") or ((s.get("status") or {}).get("State") or "?")[:1]) for _, s in seen)
+    states = tuple(
+        str((s.get("stat") or {}).get("state") or ((s.get("status") or {}).get("State") or "?")[:1]) for _, s in seen
+    )
     fds = {int(n): fd for n, fd in (first.get("fds") or {}).items()}
     return Proc(
         pid=pid,
@@ -191,7 +195,7 @@ def _proc(pid: int, raw: Json, seen: list[tuple[float, Json]], *, gone: bool, ra
         cmd=" ".join(map(str, cmdline)),
         raw=raw,
         states=states,
-        threads=tuple(_threads(pid, seen, span, main_role=str(raw.get("kind") or ""))),
+        threads=tuple(_threads(pid, seen, span)),
         span=span,
         gone=gone,
         rank=rank,
@@ -226,11 +230,11 @@ def _cpu(first: Json, last: Json, span: float) -> float | None:
 
 def _io(first: Json, last: Json, span: float) -> dict[str, float]:
     a, b = first.get("io"), last.get("io")
-    rates = {key: per_second(a, b, key, span) for key in (a or {})}
+    rates = {key: per_second(a, b, key, span) for key in a or {}}
     return {key: rate for key, rate in rates.items() if rate is not None}
 
 
-def _threads(pid: int, seen: list[tuple[float, Json]], span: float, main_role: str) -> Iterable[Thread]:
+def _threads(pid: int, seen: list[tuple[float, Json]], span: float) -> Iterable[Thread]:
     tids: dict[str, list[Json]] = {}
     for _, sample in seen:
         for tid, thread in (sample.get("threads") or {}).items():
@@ -245,21 +249,32 @@ def _threads(pid: int, seen: list[tuple[float, Json]], span: float, main_role: s
         cpu = _cpu(looks[0], looks[-1], width)
         role = "main" if int(tid) == pid else thread_role(comm)
         yield Thread(
-            pid, int(tid), comm, role, waits,
+            pid,
+            int(tid),
+            comm,
+            role,
+            waits,
             cpu=run if cpu is None or (run is not None and run > cpu) else cpu,
             runq=wait,
             wakeups=per_second(looks[0], looks[-1], "slices", width),
             majflt=per_second(looks[0], looks[-1], "majflt", width),
-        )  # fmt: skip
+        )
 
 
 def _as_thread(sample: Json) -> dict[str, Any]:
     stat, sched = sample.get("stat") or {}, sample.get("sched") or {}
     return {
-        "comm": "main", "state": stat.get("state"), "utime": stat.get("utime"), "stime": stat.get("stime"),
-        "wchan": sample.get("wchan"), "syscall": sample.get("syscall"), "majflt": stat.get("majflt"),
-        "run_s": sched.get("run_s"), "wait_s": sched.get("wait_s"), "slices": sched.get("slices"),
-    }  # fmt: skip
+        "comm": "main",
+        "state": stat.get("state"),
+        "utime": stat.get("utime"),
+        "stime": stat.get("stime"),
+        "wchan": sample.get("wchan"),
+        "syscall": sample.get("syscall"),
+        "majflt": stat.get("majflt"),
+        "run_s": sched.get("run_s"),
+        "wait_s": sched.get("wait_s"),
+        "slices": sched.get("slices"),
+    }
 
 
 def thread_role(comm: str) -> str:
@@ -282,9 +297,15 @@ def _readings(pid: int, seen: list[tuple[float, Json]], snap: Json) -> Iterable[
         positions = [fd["pos"] for _, fd in entries if fd.get("pos") is not None]
         moved = positions[-1] - positions[0] if len(positions) > 1 else None
         yield Reading(
-            pid, number, path, positions[-1] if positions else None, moved, fresh=entries[0][0] > 0,
-            size=info.get("size") or entries[0][1].get("size"), mnt=str(info.get("mnt") or entries[0][1].get("mnt") or "") or None,
-        )  # fmt: skip
+            pid,
+            number,
+            path,
+            positions[-1] if positions else None,
+            moved,
+            fresh=entries[0][0] > 0,
+            size=info.get("size") or entries[0][1].get("size"),
+            mnt=str(info.get("mnt") or entries[0][1].get("mnt") or "") or None,
+        )
 
 
 def is_data(path: str, info: Json, fd: Json) -> bool:
@@ -303,5 +324,14 @@ def is_model_file(path: str) -> bool:
 def log_bytes(entry: Json) -> tuple[bytes, bytes, int]:
     """Head and tail of a log as the probe shipped them, and the offset of the tail."""
     head, tail = entry.get("head") or {}, entry.get("tail") or {}
-    decode = lambda part: base64.b64decode(part.get("b64") or "")  # noqa: E731
-    return decode(head), decode(tail), int(tail.get("offset") or 0)
+    return (
+        base64.b64decode(head.get("b64") or ""),
+        base64.b64decode(tail.get("b64") or ""),
+        int(tail.get("offset") or 0),
+    )
+
+
+def grew(entry: Json) -> int | None:
+    """By how much a log, an output or a cache grew while we looked; None when it was not seen twice."""
+    sizes = [int(g) for g in entry.get("growth") or [] if g is not None]
+    return sizes[-1] - sizes[0] if len(sizes) > 1 else None

@@ -1,7 +1,7 @@
 """Which of N ranks is the odd one out.
 
-In a collective everybody waits for the slowest. The rank that does something else than waiting, or nothing at all because
-it is dead or stopped, is the one to look at; the many that wait are only its victims.
+In a collective everybody waits for the slowest. The rank that does something else than waiting, or nothing at all
+because it is dead or stopped, is the one to look at; the many that wait are only its victims.
 """
 
 from __future__ import annotations
@@ -18,7 +18,22 @@ _COLLECTIVE = re.compile(
     r"gather\w*|scatter\w*|_allgather_base|batch_isend_irecv|psum|synchronize)\b"
 )
 # What a rank does, the most suspicious first. `waiting` and `spinning` are what victims do.
-_SUSPICION = ["dead", "stopped", "gpu-driver", "input", "lock", "storage", "pipe", "child", "sleeping", "computing", "other", "spinning", "waiting"]
+_SUSPICION = [
+    "dead",
+    "stopped",
+    "gpu-driver",
+    "input",
+    "lock",
+    "storage",
+    "pipe",
+    "child",
+    "throttled",
+    "sleeping",
+    "computing",
+    "other",
+    "spinning",
+    "waiting",
+]
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,11 @@ def in_collective(f: Facts, proc: Proc) -> str | None:
     """The collective call in the main thread's stack, where stacks were taken."""
     for frame in f.stack_frames(proc):
         match = _COLLECTIVE.search(frame.rsplit(" ", 1)[-1])
-        if match and ("distributed" in frame or "comm" in frame or match.group(1) not in ("send", "recv", "gather", "scatter", "synchronize")):
+        if match and (
+            "distributed" in frame
+            or "comm" in frame
+            or match.group(1) not in ("send", "recv", "gather", "scatter", "synchronize")
+        ):
             return match.group(1)
     return None
 
@@ -99,24 +118,34 @@ def split(f: Facts) -> Split | None:
     groups: dict[str, list[Proc]] = {}
     calls = {p.pid: in_collective(f, p) for p in f.ranks}
     by_stack = len({c for c in calls.values() if c}) > 1 or (any(calls.values()) and not all(calls.values()))
+    slowed = {p.pid for p in f.ranks if any(g.slowed for g in f.gpu.of(p.pid))}
     for proc in f.ranks:
         word = doing(f, proc)
+        if proc.pid in slowed and 2 * len(slowed) < len(f.ranks) and word in ("computing", "spinning", "waiting"):
+            word = "throttled"
         if word not in ("dead", "stopped") and by_stack:
             call = calls[proc.pid]
             frames = f.stack_frames(proc)
-            word = f"in {call}" if call else f"in {frames[0]}" if frames else word
+            word = f"in {call or frames[0]}" if call or frames else word
         groups.setdefault(word, []).append(proc)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     dead = [p for p in f.ranks if p.zombie or p.gone]
     local = f.local_size
     absent = max(0, (local or len(f.ranks)) - len(f.ranks))
     missing = {p.rank for p in dead if p.rank is not None} | _gap(f, local)
-    odd, word = _odd(ordered)
-    rest = next((w for w, _ in ordered if w != word), None)
+    odd, odd_word = _odd(ordered)
+    rest = next((w for w, _ in ordered if w != odd_word), None)
     return Split(
-        local, tuple(sorted(missing)), absent + len(dead), tuple((w, tuple(p)) for w, p in ordered), tuple(odd), word, rest,
-        tuple(reported), by_stack,
-    )  # fmt: skip
+        local,
+        tuple(sorted(missing)),
+        absent + len(dead),
+        tuple((w, tuple(p)) for w, p in ordered),
+        tuple(odd),
+        odd_word,
+        rest,
+        tuple(reported),
+        by_stack,
+    )
 
 
 def _gap(f: Facts, local: int | None) -> set[int]:

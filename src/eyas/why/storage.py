@@ -111,11 +111,20 @@ def read_mounts(snap: Json) -> dict[str, Mount]:
     for key, raw in (snap.get("mounts") or {}).items():
         stat = raw.get("statvfs") or {}
         mounts[str(key)] = Mount(
-            id=str(key), mountpoint=str(raw.get("mountpoint") or "?"), fstype=str(raw.get("fstype") or "?"),
-            source=str(raw.get("source") or "?"), device=raw.get("device"), network=bool(raw.get("network")),
-            fuse=bool(raw.get("fuse")), free=stat.get("avail"), size=stat.get("size"), inodes_free=stat.get("ffree"),
-            inodes=stat.get("files"), timed_out=bool(raw.get("timed_out")), used_by=tuple(raw.get("used_by") or ()),
-        )  # fmt: skip
+            id=str(key),
+            mountpoint=str(raw.get("mountpoint") or "?"),
+            fstype=str(raw.get("fstype") or "?"),
+            source=str(raw.get("source") or "?"),
+            device=raw.get("device"),
+            network=bool(raw.get("network")),
+            fuse=bool(raw.get("fuse")),
+            free=stat.get("avail"),
+            size=stat.get("size"),
+            inodes_free=stat.get("ffree"),
+            inodes=stat.get("files"),
+            timed_out=bool(raw.get("timed_out")),
+            used_by=tuple(raw.get("used_by") or ()),
+        )
     return mounts
 
 
@@ -139,7 +148,7 @@ def read_data(snap: Json, readers: Iterable[Proc], mounts: Mapping[str, Mount], 
     datasets = snap.get("datasets") or []
     held = {str(PurePosixPath(r.path).parent) for r in readings}
     near = [d for d in datasets if d.get("dir") in held] or datasets
-    dataset = max(near, key=lambda d: d.get("bytes") or 0, default={})
+    dataset: Json = max(near, key=lambda d: d.get("bytes") or 0, default={})
     where = mounts.get(max(votes, key=lambda k: votes[k])) if votes else mounts.get(str(dataset.get("mnt")))
     return DataView(
         readings=readings,
@@ -162,7 +171,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def _cache_room(snap: Json) -> int | None:
-    """Memory that file pages may fill: what is available now, plus the pages they fill already, within the cgroup's limit."""
+    """Memory that file pages may fill: what is available now, within the cgroup's limit."""
     memory = (snap.get("host") or {}).get("mem") or {}
     room: int | None = memory.get("available")
     for cgroup in (snap.get("cgroups") or {}).values():
@@ -179,7 +188,9 @@ def _disk(snap: Json, device: str | None) -> dict[str, float]:
     samples = snap.get("samples") or []
     if device is None or len(samples) < 2:
         return {}
-    looks = [(s.get("t") or 0.0, ((s.get("host") or {}).get("disks") or {}).get(device)) for s in (samples[0], samples[-1])]
+    looks = [
+        (s.get("t") or 0.0, ((s.get("host") or {}).get("disks") or {}).get(device)) for s in (samples[0], samples[-1])
+    ]
     (t0, a), (t1, b) = looks
     if not a or not b or t1 <= t0:
         return {}

@@ -35,7 +35,10 @@ _SITES: list[tuple[str, str]] = [  # first match wins
     (r"do_wait|do_wait4|kernel_wait|wait_consider", "child"),
     (r"do_swap_page|swap_|__lock_page_or_retry|read_swap|zswap", "swap"),
     (r"balance_dirty|writeback|jbd2|fsync|log_wait|xlog|xfs_log|btrfs_(commit|wait)|wait_on_buffer_write", "writeback"),
-    (r"folio_wait|wait_on_page|io_schedule|blkdev|wait_on_buffer|bio_|dio_|iomap|ext4|xfs|btrfs|zfs|cv_wait|zio|dm_", "disk"),
+    (
+        r"folio_wait|wait_on_page|io_schedule|blkdev|wait_on_buffer|bio_|dio_|iomap|ext4|xfs|btrfs|zfs|cv_wait|zio|dm_",
+        "disk",
+    ),
     (r"mmap_lock|rwsem_down|down_read|down_write|__access_remote", "rwsem"),
     (r"io_cqring|io_uring", "uring"),
     (r"sigtimedwait|sigsuspend|do_sigtimedwait|^sys_pause|^pause", "signal"),
@@ -45,36 +48,112 @@ _SITES: list[tuple[str, str]] = [  # first match wins
 _SITE_RES = [(re.compile(pattern), family) for pattern, family in _SITES]
 
 _BY_CALL = {
-    "futex": "futex", "futex_waitv": "futex", "nanosleep": "sleep", "clock_nanosleep": "sleep", "poll": "poll",
-    "ppoll": "poll", "select": "poll", "pselect6": "poll", "epoll_wait": "epoll", "epoll_pwait": "epoll",
-    "epoll_pwait2": "epoll", "wait4": "child", "waitid": "child", "flock": "lock", "recvfrom": "socket",
-    "recvmsg": "socket", "recvmmsg": "socket", "sendto": "socket", "sendmsg": "socket", "accept": "accept",
-    "accept4": "accept", "connect": "connect", "fsync": "writeback", "fdatasync": "writeback", "msync": "writeback",
-    "sync": "writeback", "syncfs": "writeback", "io_uring_enter": "uring", "pause": "signal", "io_getevents": "disk",
-    "rt_sigtimedwait": "signal", "rt_sigsuspend": "signal",
-}  # fmt: skip
+    "futex": "futex",
+    "futex_waitv": "futex",
+    "nanosleep": "sleep",
+    "clock_nanosleep": "sleep",
+    "poll": "poll",
+    "ppoll": "poll",
+    "select": "poll",
+    "pselect6": "poll",
+    "epoll_wait": "epoll",
+    "epoll_pwait": "epoll",
+    "epoll_pwait2": "epoll",
+    "wait4": "child",
+    "waitid": "child",
+    "flock": "lock",
+    "recvfrom": "socket",
+    "recvmsg": "socket",
+    "recvmmsg": "socket",
+    "sendto": "socket",
+    "sendmsg": "socket",
+    "accept": "accept",
+    "accept4": "accept",
+    "connect": "connect",
+    "fsync": "writeback",
+    "fdatasync": "writeback",
+    "msync": "writeback",
+    "sync": "writeback",
+    "syncfs": "writeback",
+    "io_uring_enter": "uring",
+    "pause": "signal",
+    "io_getevents": "disk",
+    "rt_sigtimedwait": "signal",
+    "rt_sigsuspend": "signal",
+}
 _READS = {"read", "pread64", "readv", "preadv", "preadv2", "sendfile", "copy_file_range"}
 _WRITES = {"write", "pwrite64", "writev", "pwritev", "pwritev2"}
 _METADATA = {
-    "open", "openat", "openat2", "stat", "lstat", "newfstatat", "fstat", "statx", "access", "faccessat", "faccessat2",
-    "getdents64", "getdents", "readlink", "readlinkat", "statfs", "fstatfs", "unlink", "unlinkat", "rename", "mkdir",
-}  # fmt: skip
-_FD_FAMILY = {"pipe": "pipe-read", "fifo": "pipe-read", "socket": "socket", "tty": "tty", "eventfd": "event", "nvidia": "gpu"}
+    "open",
+    "openat",
+    "openat2",
+    "stat",
+    "lstat",
+    "newfstatat",
+    "fstat",
+    "statx",
+    "access",
+    "faccessat",
+    "faccessat2",
+    "getdents64",
+    "getdents",
+    "readlink",
+    "readlinkat",
+    "statfs",
+    "fstatfs",
+    "unlink",
+    "unlinkat",
+    "rename",
+    "mkdir",
+}
+_FD_FAMILY = {
+    "pipe": "pipe-read",
+    "fifo": "pipe-read",
+    "socket": "socket",
+    "tty": "tty",
+    "eventfd": "event",
+    "nvidia": "gpu",
+}
 _D_IO = {"disk", "writeback", "nfs", "fuse", "lustre", "swap"}
 
 WORDS = {
-    "run": "running on a CPU", "futex": "waiting on a lock or condition in its process", "pipe-read": "waiting for bytes on a pipe",
-    "pipe-write": "waiting for room in a pipe", "pipe": "waiting on a pipe", "fifo": "waiting for the other end of a FIFO",
-    "poll": "polling descriptors", "epoll": "waiting for events", "sleep": "sleeping by the clock", "tty": "waiting for input from a terminal",
-    "accept": "waiting for a connection", "connect": "waiting for a connection to be answered", "socket": "waiting on a socket",
-    "child": "waiting for a child process to end", "lock": "waiting for a file lock", "disk": "waiting for the disk",
-    "writeback": "waiting for data to be written out", "nfs": "waiting for a network file server", "fuse": "waiting for a FUSE daemon",
-    "lustre": "waiting for a parallel file system", "gpu": "waiting inside the GPU driver", "swap": "waiting for memory to come back from swap",
-    "uring": "waiting for io_uring completions", "stop": "stopped", "frozen": "frozen by its cgroup", "vfork": "waiting for a vforked child",
-    "rwsem": "waiting for a kernel lock (often mmap_lock)", "signal": "waiting for a signal", "reclaim": "waiting for memory to be freed",
-    "event": "waiting for an event", "metadata": "waiting for a file-system metadata call", "read": "reading a file", "write": "writing a file",
-    "zombie": "dead, not yet collected by its parent", "hidden": "asleep, wait site hidden", "io": "in uninterruptible sleep",
-}  # fmt: skip
+    "run": "running on a CPU",
+    "futex": "waiting on a lock or condition in its process",
+    "pipe-read": "waiting for bytes on a pipe",
+    "pipe-write": "waiting for room in a pipe",
+    "pipe": "waiting on a pipe",
+    "fifo": "waiting for the other end of a FIFO",
+    "poll": "polling descriptors",
+    "epoll": "waiting for events",
+    "sleep": "sleeping by the clock",
+    "tty": "waiting for input from a terminal",
+    "accept": "waiting for a connection",
+    "connect": "waiting for a connection to be answered",
+    "socket": "waiting on a socket",
+    "child": "waiting for a child process to end",
+    "lock": "waiting for a file lock",
+    "disk": "waiting for the disk",
+    "writeback": "waiting for data to be written out",
+    "nfs": "waiting for a network file server",
+    "fuse": "waiting for a FUSE daemon",
+    "lustre": "waiting for a parallel file system",
+    "gpu": "waiting inside the GPU driver",
+    "swap": "waiting for memory to come back from swap",
+    "uring": "waiting for io_uring completions",
+    "stop": "stopped",
+    "frozen": "frozen by its cgroup",
+    "vfork": "waiting for a vforked child",
+    "rwsem": "waiting for a kernel lock (often mmap_lock)",
+    "signal": "waiting for a signal",
+    "reclaim": "waiting for memory to be freed",
+    "event": "waiting for an event",
+    "metadata": "waiting for a file-system metadata call",
+    "read": "reading a file",
+    "write": "writing a file",
+    "zombie": "dead, not yet collected by its parent",
+    "hidden": "asleep, wait site hidden",
+    "io": "in uninterruptible sleep",
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +223,9 @@ def classify(state: str, wchan: str | None, syscall: Mapping[str, Any] | None) -
     timed = (syscall or {}).get("timeout")
     if family == "sleep":
         timed = True
-    return Wait(family, state, wchan, call, fd, path, kind, (syscall or {}).get("uaddr"), timed, (syscall or {}).get("pid"))
+    return Wait(
+        family, state, wchan, call, fd, path, kind, (syscall or {}).get("uaddr"), timed, (syscall or {}).get("pid")
+    )
 
 
 def _from_call(call: str | None, kind: str | None, path: str | None, wchan: str | None) -> str | None:

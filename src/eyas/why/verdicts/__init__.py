@@ -1,4 +1,4 @@
-"""The verdict rules, one list. A rule is a function from a `Look` to a `Case` or None; the judge adds up and compares."""
+"""The verdict rules, one list. A rule turns a `Look` into a `Case` or None; the judge adds up and compares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a verdict rule works with.
 
-A rule looks at one mechanism. It returns None when that mechanism is not in play at all, else a `Case` with evidence for and
-against it, each with a weight: 1 a hint, 2 a sign, 3 strong, 5 nearly proof. The judge adds them up.
+A rule looks at one mechanism. It returns None when that mechanism is not in play at all, else a `Case` with evidence
+for and against it, each with a weight: 1 a hint, 2 a sign, 3 strong, 5 nearly proof. The judge adds them up.
 """
 
 from __future__ import annotations
@@ -81,16 +81,33 @@ def stuck(look: Look, verdict: str) -> Case:
     """The common ground of all stuck verdicts: two looks, nothing forward moved, silence."""
     f = look.f
     case = Case(verdict)
-    case.no(len(f.samples) < 2 or f.span < 0.9, 20, "there is only one look: nothing can be called stuck from it", "samples")
+    case.no(
+        len(f.samples) < 2 or f.span < 0.9, 20, "there is only one look: nothing can be called stuck from it", "samples"
+    )
     moving = [s.text for s in f.forward]
     case.no(moving, 8, "work moves: " + "; ".join(moving[:2]), "samples")
     case.yes(f.still, 1.5, f"nothing that means work moved in {f.span:.0f} s", "samples")
     if f.idle is not None and not f.heartbeat:
         late = f.overdue is not None and f.overdue >= 5
-        case.yes(f.idle >= 600 or late, 1, f"the log has been silent for {span_words(f.idle)}"
-                 + (f", {f.overdue:.0f} times its usual interval" if late and f.overdue else ""), "log")  # fmt: skip
+        case.yes(
+            f.idle >= 600 or late,
+            1,
+            f"the log has been silent for {span_words(f.idle)}"
+            + (f", {f.overdue:.0f} times its usual interval" if late and f.overdue else ""),
+            "log",
+        )
         case.no(f.log_growth, 3, "the log grows", "log")
+        case.no(f.overdue is not None and f.overdue < 1.6, 3, "the next log line is not due yet", "log")
+        case.no(f.overdue is not None and 1.6 <= f.overdue < 3, 1, "the next log line is only a little late", "log")
+        case.no(f.overdue is None and f.idle < 5 and f.log is not None, 1.5, "the last log line is seconds old", "log")
+    case.no(gpu_unseen(f), 1.5, "it has the GPU's libraries loaded, and the GPU cannot be seen", "maps, nvml")
     return case
+
+
+def gpu_unseen(f: Facts) -> bool:
+    """The work may be on an accelerator of which nothing is known."""
+    libs = f.main.libs if f.main is not None else set()
+    return bool(libs & {"cuda", "jax", "tensorflow"}) and not f.gpu.mine
 
 
 def starved(f: Facts) -> float:
@@ -114,9 +131,13 @@ def readers(f: Facts) -> list[tuple[Proc, Thread]]:
     if found:
         return found
     for proc in f.trainers:
-        found += [(proc, t) for t in proc.threads
-                  if t.tid != proc.pid and t.role in ("other", "executor", "queue-feeder")
-                  and (is_storage(t.wait.family) or (t.cpu or 0) > 0.1 or t.ever("disk", "nfs", "fuse", "lustre", "socket"))]  # fmt: skip
+        found += [
+            (proc, t)
+            for t in proc.threads
+            if t.tid != proc.pid
+            and t.role in ("other", "executor", "queue-feeder")
+            and (is_storage(t.wait.family) or (t.cpu or 0) > 0.1 or t.ever("disk", "nfs", "fuse", "lustre", "socket"))
+        ]
     if not found:
         found = [(p, p.critical) for p in f.trainers]
     return found
@@ -131,13 +152,17 @@ def reading_share(f: Facts, *families: str) -> float:
 def trainers_wait(f: Facts) -> bool:
     """Every trainer's critical thread waits, with next to no CPU."""
     return bool(f.trainers) and all(
-        p.critical.share(*WAITING) >= 0.6 and (p.critical.cpu or 0.0) < 0.1 for p in f.trainers if not (p.zombie or p.gone)
+        p.critical.share(*WAITING) >= 0.6 and (p.critical.cpu or 0.0) < 0.1
+        for p in f.trainers
+        if not (p.zombie or p.gone)
     )
 
 
 def log_kinds(f: Facts) -> set[str]:
     """Kinds of the failures that the log reports with nothing after them."""
-    return {e.kind for e in f.log.errors if e.final} | ({f.log.error.kind} if f.log.error else set()) if f.log else set()
+    return (
+        {e.kind for e in f.log.errors if e.final} | ({f.log.error.kind} if f.log.error else set()) if f.log else set()
+    )
 
 
 def log_line(f: Facts, *kinds: str) -> str | None:
@@ -157,3 +182,32 @@ def phase(f: Facts, *ids: str) -> str | None:
 def frames(f: Facts) -> list[str]:
     """Stack frames of the main process, innermost first."""
     return f.stack_frames(f.main) if f.main is not None else []
+
+
+def job_threads(f: Facts) -> list[tuple[Proc, Thread]]:
+    """Every thread of the trainers and their live workers."""
+    return [(p, t) for p in f.trainers + f.live_workers for t in p.threads]
+
+
+def movement(f: Facts) -> float:
+    """How sure it is that work goes on: forward signals count 1 each, a busy main thread or GPU a little less."""
+    level = float(len(f.forward))
+    if f.moved("main-cpu"):
+        level += 0.8
+    gpu = f.signal("gpu")
+    if gpu is not None and gpu.moved and not gpu.forward and not f.gpu.spinning:
+        level += 0.8
+    return level
+
+
+def quiet(look: Look, verdict: str, *, need: bool = True) -> Case:
+    """The common ground of everything quiet: alive, no failure at the end, and movement."""
+    f = look.f
+    case = Case(verdict)
+    level = movement(f)
+    names = [s.text for s in f.signals if s.moved and s.name != "wake-ups"]
+    case.yes(level > 0, min(3.0, 1.5 + 0.75 * level), "work moves: " + "; ".join(names[:3]), "samples")
+    case.no(need and level == 0 and len(f.samples) > 1, 3, "nothing moved between the looks", "samples")
+    case.no(log_kinds(f), 2, "the log ends in an error", "log", f.log.error.line if f.log and f.log.error else None)
+    case.no(f.main is not None and f.main.state in ("T", "t"), 6, "it is stopped", "/proc/PID/stat")
+    return case

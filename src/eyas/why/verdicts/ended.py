@@ -6,7 +6,7 @@ import signal
 from pathlib import PurePosixPath
 
 from eyas.why.facts import Facts
-from eyas.why.verdicts.base import Case, Look, Rule, log_kinds, log_line, span_words
+from eyas.why.verdicts.base import Case, Look, Rule, log_kinds, log_line, span_words, trainers_wait
 
 _CRASHES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"}
 
@@ -38,9 +38,21 @@ def oom_signs(f: Facts) -> list[tuple[float, str, str]]:
     mine = {str(p) for p in f.members} | {str(f.target.get("pid"))}
     for line in f.kernel_lines("oom"):
         named = any(pid in line.get("text", "") for pid in mine if pid != "None")
-        signs.append((5.0 if named else 2.5, "the kernel log reports an out-of-memory kill", f"kernel log: {line.get('text', '')[:120]}"))
+        signs.append(
+            (
+                5.0 if named else 2.5,
+                "the kernel log reports an out-of-memory kill",
+                f"kernel log: {line.get('text', '')[:120]}",
+            )
+        )
         break
-    kills = max((int(((c.get("memory") or {}).get("events") or {}).get("oom_kill") or 0) for c in (f.snap.get("cgroups") or {}).values()), default=0)
+    kills = max(
+        (
+            int(((c.get("memory") or {}).get("events") or {}).get("oom_kill") or 0)
+            for c in (f.snap.get("cgroups") or {}).values()
+        ),
+        default=0,
+    )
     if kills:
         signs.append((4.0, f"the job's cgroup counts {kills} out-of-memory kill(s)", "cgroup memory.events"))
     moved = f.host_rate("vmstat", "oom_kill")
@@ -50,9 +62,9 @@ def oom_signs(f: Facts) -> list[tuple[float, str, str]]:
         signs.append((3.0, "the host's oom_kill counter moved since the run's last output", "/proc/vmstat"))
     if "OUT_OF_ME" in scheduler(f):
         signs.append((7.0, "Slurm says OUT_OF_MEMORY", "sacct"))
-    line = log_line(f, "host-oom")
-    if line:
-        signs.append((4.0, "the log reports an out-of-memory kill", f"log: {line[:120]}"))
+    said = log_line(f, "host-oom")
+    if said:
+        signs.append((4.0, "the log reports an out-of-memory kill", f"log: {said[:120]}"))
     return signs
 
 
@@ -68,7 +80,9 @@ def _alive_note(case: Case, f: Facts) -> Case:
     """A failed run whose process still exists is a weaker case: it may be handled, or hang for another reason."""
     if f.alive:
         case.no(f.forward, 8, "work still moves: " + "; ".join(s.text for s in f.forward[:2]), "samples")
-        case.no(True, 1, "the process still exists", "/proc/PID/stat")
+        case.no(True, 1.5, "the process still exists", "/proc/PID/stat")
+        waits = trainers_wait(f) and (f.idle or 0) >= 30
+        case.yes(waits, 1.5, "its main thread waits, as after an exception with threads left", "wchan")
     return case
 
 
@@ -82,12 +96,30 @@ def finished_ok(look: Look) -> Case | None:
     case.yes(scheduler(f).startswith("COMPLETED"), 6, "Slurm says COMPLETED", "sacct")
     if log is not None:
         case.yes(log.ended, 5, "the log ends with an end-of-training line", "log", log.ended_line)
-        case.yes(log.at_last_step, 4, f"the log's last step is the last one ({log.step} of {log.total})", "log", log.last_progress)
+        case.yes(
+            log.at_last_step,
+            4,
+            f"the log's last step is the last one ({log.step} of {log.total})",
+            "log",
+            log.last_progress,
+        )
         short = log.step is not None and log.total is not None and log.step < log.total and not log.ended
         case.no(short, 4, f"the log stops at step {log.step} of {log.total}", "log", log.last_progress)
-        case.no(log_kinds(f) and not log.ended, 5, "the log's last word is a failure", "log", log.error.line if log.error else None)
+        case.no(
+            log_kinds(f) and not log.ended,
+            5,
+            "the log's last word is a failure",
+            "log",
+            log.error.line if log.error else None,
+        )
     saved = [o for o in f.snap.get("outputs") or [] if o.get("kind") == "checkpoint" and not o.get("tmp")]
-    case.yes(saved and (log is None or log.ended or log.at_last_step), 1, "a complete checkpoint was written", "outputs", saved[0]["path"] if saved else None)
+    case.yes(
+        saved and (log is None or log.ended or log.at_last_step),
+        1,
+        "a complete checkpoint was written",
+        "outputs",
+        saved[0]["path"] if saved else None,
+    )
     case.no(code, 8, f"it exited with code {code}", "wait status")
     case.no(sig, 8, f"it was ended by signal {sig}", "wait status")
     case.no(oom_signs(f) and code != 0 and not (log and log.ended), 3, "there was an out-of-memory kill", "kernel")
@@ -97,7 +129,11 @@ def finished_ok(look: Look) -> Case | None:
 def finished_lingering(look: Look) -> Case | None:
     f = look.f
     log = f.log
-    if not f.alive or log is None or not (log.ended or log.at_last_step or "uploading" == (log.phase.id if log.phase else "")):
+    if (
+        not f.alive
+        or log is None
+        or not (log.ended or log.at_last_step or (log.phase.id if log.phase else "") == "uploading")
+    ):
         return None
     case = Case("finished.lingering")
     case.yes(log.ended, 4, "the log says that training has ended", "log", log.ended_line)
@@ -120,10 +156,26 @@ def exception(look: Look) -> Case | None:
     case, log = Case("failed.exception"), f.log
     code, sig = exit_status(f)
     error = log.error if log else None
-    found = error is not None and error.kind in ("exception", "child-exception", "disk-full", "worker-died", "peer-lost", "rendezvous", "collective-timeout")
+    found = error is not None and error.kind in (
+        "exception",
+        "child-exception",
+        "disk-full",
+        "worker-died",
+        "peer-lost",
+        "rendezvous",
+        "collective-timeout",
+    )
     case.yes(found and error and error.final, 5, "the log ends in an error", "log", error.line if error else None)
-    case.yes(found and error and not error.final, 1, "the log has an error, with progress after it", "log", error.line if error else None)
-    case.yes(code is not None and code not in (0, 137, 143) and not sig, 2, f"it exited with code {code}", "wait status")
+    case.yes(
+        found and error and not error.final,
+        1,
+        "the log has an error, with progress after it",
+        "log",
+        error.line if error else None,
+    )
+    case.yes(
+        code is not None and code not in (0, 137, 143) and not sig, 2, f"it exited with code {code}", "wait status"
+    )
     case.no(code == 0, 8, "it exited with code 0", "wait status")
     case.no(sig, 4, f"it was ended by signal {sig}", "wait status")
     case.no(log and log.ended, 4, "the log says that training ended well", "log", log.ended_line if log else None)
@@ -148,7 +200,9 @@ def gpu_oom(look: Look) -> Case | None:
     line = log_line(f, "gpu-oom")
     if not line or not _over(look):
         return None
-    case = Case("failed.gpu-oom", values={"error": line}).yes("gpu-oom" in log_kinds(f), 6.5, "the log ends in a GPU out-of-memory error", "log", line)
+    case = Case("failed.gpu-oom", values={"error": line}).yes(
+        "gpu-oom" in log_kinds(f), 6.5, "the log ends in a GPU out-of-memory error", "log", line
+    )
     case.no(f.log and f.log.ended, 4, "the log says that training ended well", "log")
     return _alive_note(case, f)
 
@@ -243,15 +297,33 @@ def rank_dead(look: Look) -> Case | None:
     died = [d for d in f.snap.get("died") or [] if d.get("kind") == "rank"]
     if not (lost or failures or ras_dead or died) or (split is None and not failures):
         return None
-    case = Case("failed.rank-dead", who=split.odd_words if split else None, values={"missing": lost or len(failures) or len(died)})
+    case = Case(
+        "failed.rank-dead",
+        who=split.odd_words if split else None,
+        values={"missing": lost or len(failures) or len(died)},
+    )
     left = len(f.ranks) - (len([p for p in f.ranks if p.zombie or p.gone]))
-    case.yes(lost, 5, f"{lost} of {split.expected or len(f.ranks)} local ranks are gone" if split else "", "/proc", split.odd_words if split else None)
+    case.yes(
+        lost,
+        5,
+        f"{lost} of {split.expected or len(f.ranks)} local ranks are gone" if split else "",
+        "/proc",
+        split.odd_words if split else None,
+    )
     case.yes(died, 2, "a rank died while we looked", "samples")
     case.yes(failures, 3, "the launcher reports failed ranks", "log", failures[0].line if failures else None)
     case.yes(ras_dead, 3, "NCCL RAS reports dead peers", "NCCL RAS", ras[:200])
     case.yes(lost and left and f.still, 2, f"the other {left} rank(s) wait", "samples")
-    case.no(not f.alive and f.log and f.log.error and f.log.error.kind not in ("rank-failed", "collective-timeout", "peer-lost", "killed", "signal"),
-            3, "the log names the cause behind the dead rank", "log", f.log.error.line if f.log and f.log.error else None)  # fmt: skip
+    case.no(
+        not f.alive
+        and f.log
+        and f.log.error
+        and f.log.error.kind not in ("rank-failed", "collective-timeout", "peer-lost", "killed", "signal"),
+        3,
+        "the log names the cause behind the dead rank",
+        "log",
+        f.log.error.line if f.log and f.log.error else None,
+    )
     case.no(f.moved("log") and not f.heartbeat and f.alive, 5, "the log still grows", "log")
     return case
 
@@ -261,12 +333,23 @@ def host_down(look: Look) -> Case | None:
     line = log_line(f, "node-failure")
     last = (f.target.get("ended") or {}).get("last_output") or (f.log.mtime if f.log else None)
     boot = f.meta.get("boot_time")
-    rebooted = not f.alive and last is not None and boot is not None and float(boot) > float(last) and not (f.log and f.log.ended)
+    rebooted = (
+        not f.alive
+        and last is not None
+        and boot is not None
+        and float(boot) > float(last)
+        and not (f.log and f.log.ended)
+    )
     failed = scheduler(f).startswith(("NODE_FAIL", "BOOT_FAIL"))
     if not (line or rebooted or failed):
         return None
     case = Case("failed.host", values={"error": line})
-    case.yes(rebooted, 6, f"the host was booted {span_words(float(boot or 0) - float(last or 0))} after the run's last output", "boot time")
+    case.yes(
+        rebooted,
+        6,
+        f"the host was booted {span_words(float(boot or 0) - float(last or 0))} after the run's last output",
+        "boot time",
+    )
     case.yes(failed, 7, f"Slurm says {scheduler(f)}", "sacct")
     case.yes(line, 5, "the log reports a failed node", "log", line)
     return _alive_note(case, f)
@@ -275,10 +358,27 @@ def host_down(look: Look) -> Case | None:
 def script_name(f: Facts) -> str:
     """A short name for the target."""
     python = (f.main.raw.get("python") or {}) if f.main else {}
-    name = python.get("script") or python.get("module") or f.target.get("name") or (f.main.comm if f.main else None) or f.log_path or "the run"
+    name = (
+        python.get("script")
+        or python.get("module")
+        or f.target.get("name")
+        or (f.main.comm if f.main else None)
+        or f.log_path
+        or "the run"
+    )
     return PurePosixPath(str(name)).name
 
 
 RULES: list[Rule] = [
-    finished_ok, finished_lingering, exception, gpu_error, gpu_oom, oom_killed, by_signal, preempted, native_crash, rank_dead, host_down,
-]  # fmt: skip
+    finished_ok,
+    finished_lingering,
+    exception,
+    gpu_error,
+    gpu_oom,
+    oom_killed,
+    by_signal,
+    preempted,
+    native_crash,
+    rank_dead,
+    host_down,
+]
