@@ -125,7 +125,7 @@ class Courier(object):
         self.out = {}  # type: dict
         self.errors = {}  # type: dict
         self.current, self.since = -1, time.monotonic()
-        self.buffer = b""
+        self.buffer = bytearray()
         self.pid, self.fd, self.done = 0, -1, not items
         self.cpu_s = 0.0
         if items:
@@ -146,7 +146,7 @@ class Courier(object):
                 os._exit(code)
         os.close(writer)
         os.set_blocking(reader, False)
-        self.pid, self.fd, self.buffer = pid, reader, b""
+        self.pid, self.fd, self.buffer = pid, reader, bytearray()
         self.current, self.since = -1, time.monotonic()
 
     def _child(self, start: int, writer: int) -> None:
@@ -158,7 +158,7 @@ class Courier(object):
 
         def send(message: tuple) -> None:
             body = marshal.dumps(message)
-            data = struct.pack("<I", len(body)) + body
+            data = memoryview(struct.pack("<I", len(body)) + body)
             while data:
                 data = data[os.write(writer, data):]
 
@@ -195,7 +195,7 @@ class Courier(object):
                 if len(self.buffer) < 4 + size:
                     break
                 kind, index, value = marshal.loads(self.buffer[4:4 + size])
-                self.buffer = self.buffer[4 + size:]
+                del self.buffer[:4 + size]
                 if kind == "b":
                     self.current, self.since = index, time.monotonic()
                 elif kind == "c":
@@ -218,6 +218,17 @@ class Courier(object):
             except OSError:
                 return
             time.sleep(0.0005)
+
+    def stalled(self) -> bool:
+        """Past its deadline, and not just for want of a CPU: a runnable child on a loaded host gets more time (until all are dismissed)."""
+        self._take()
+        if self.done or self.current < 0 or time.monotonic() - self.since <= self.each:
+            return False
+        seen = stat_of(self.pid)
+        if seen and seen["state"] == "R":
+            self.since = time.monotonic()
+            return False
+        return True
 
     def expire(self, give_up: bool) -> None:
         """Leave the child where it is and note where that was."""
@@ -255,7 +266,7 @@ class Courier(object):
         while True:
             now = time.monotonic()
             for courier in list(Courier.live):
-                if courier.current >= 0 and now - courier.since > courier.each:
+                if courier.current >= 0 and now - courier.since > courier.each and courier.stalled():
                     courier.expire(False)
             if now >= until or (ready() if ready else all(c.done for c in (wanted if wanted is not None else Courier.live))):
                 return
@@ -3063,7 +3074,9 @@ class Session(object):
             for n, held in look["fds"].items():
                 if held["kind"] not in ("file", "shm") or held["path"] in log_paths or is_library(held["path"]):
                     continue
-                side = outs if (held.get("access") or "r") != "r" else data
+                side = outs if (held.get("access") or "r") != "r" and held["kind"] == "file" else data
+                if held["kind"] == "shm" and side is data:
+                    continue  # shared memory between workers; counted under host.shm
                 entry = side.setdefault(held["path"], {"pids": [], "fds": {}, "mnt": held.get("mnt"), "kind": held["kind"], "deleted": held.get("deleted", False)})
                 if len(entry["pids"]) < 32:
                     entry["pids"].append(pid)
