@@ -67,12 +67,12 @@ def test_restarts_are_bounded() -> None:
 
 def test_a_busy_child_is_not_taken_for_a_hung_one() -> None:
     def burn(item: int) -> int:
-        until = time.process_time() + 0.5
+        until = time.process_time() + 0.3
         while time.process_time() < until:
             pass
         return item
 
-    assert collect("busy", [7], burn, time.monotonic() + 20, each=0.2) == [7]
+    assert collect("busy", [7], burn, time.monotonic() + 60, each=0.1) == [7]
     assert Courier.timed_out == []
 
 
@@ -108,7 +108,7 @@ def test_items_of_a_mount_that_hung_are_not_tried_again() -> None:
 
 
 def test_large_answers_arrive_whole() -> None:
-    (blob,) = collect("large", [0], lambda _: b"x" * (5 << 20), time.monotonic() + 5, each=3)
+    (blob,) = collect("large", [0], lambda _: b"x" * (5 << 20), time.monotonic() + 30, each=10)
     assert len(blob) == 5 << 20
 
 
