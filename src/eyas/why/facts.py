@@ -155,11 +155,25 @@ class Facts:
         return grew(self.log_entry)
 
     @cached_property
+    def interval(self) -> float | None:
+        """Seconds between progress lines: as the log tells, else at most the process's time over its lines.
+
+        That bound counts the start-up in, so it errs on the patient side. It needs a log that this process began.
+        """
+        if self.log is None:
+            return None
+        if self.log.line_interval_s:
+            return max(self.log.line_interval_s, 0.05)
+        entry, age = self.log_entry, self.main.age if self.main is not None else None
+        own = entry.get("how") in ("fd1", "fd2") and not entry.get("append")
+        if not own or age is None or self.idle is None or self.log.progress_lines < 10 or not self.log.lines_exact:
+            return None
+        return max((age - self.idle) / self.log.progress_lines, 0.05)
+
+    @cached_property
     def overdue(self) -> float | None:
         """How many usual line intervals the log has been silent; None where no interval is known."""
-        if self.log is None or self.idle is None or not self.log.line_interval_s:
-            return None
-        return self.idle / max(self.log.line_interval_s, 0.05)
+        return None if self.idle is None or self.interval is None else self.idle / self.interval
 
     @cached_property
     def fresh(self) -> bool:

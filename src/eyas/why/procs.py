@@ -58,6 +58,11 @@ class Thread:
         best = max(counts.values())
         return next(w for w in reversed(self.waits) if counts[w.family] == best)
 
+    @property
+    def ready(self) -> float:
+        """Share of the time it wanted a CPU, with or without getting one: on a crowded host busy means runnable."""
+        return min(1.0, (self.cpu or 0.0) + (self.runq or 0.0))
+
     def always(self, *families: str) -> bool:
         """Every look found it in one of these families, and there were at least two looks."""
         return len(self.waits) >= 2 and all(w.family in families for w in self.waits)

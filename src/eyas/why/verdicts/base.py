@@ -104,6 +104,23 @@ def stuck(look: Look, verdict: str) -> Case:
     return case
 
 
+def forsaken(f: Facts) -> bool:
+    """The target was forked by a process that is gone, and waits for it: parent 1, the leader of its group gone, and
+    its pipe held only by its like. (A run under nohup leads its own group, or has work going on.)"""
+    main = f.main
+    looks = [s.get("procs", {}).get(str(main.pid)) for s in f.samples] if main is not None else []
+    stat = next((look.get("stat") or {} for look in looks if look), {})
+    leader = stat.get("pgrp")
+    if main is None or main.ppid != 1 or leader in (None, 0, main.pid) or leader in f.procs:
+        return False
+    inode = (main.fds.get(main.critical.wait.fd if main.critical.wait.fd is not None else -1) or {}).get("inode")
+    pipe = next((p for p in f.snap.get("pipes") or [] if inode is not None and p.get("inode") == inode), None)
+    if pipe is None:
+        return main.critical.always("futex") and main.critical.asleep
+    holders = {int(e["pid"]) for end in ("readers", "writers") for e in pipe.get(end) or []} - {main.pid}
+    return all(f.procs[p].ppid == 1 for p in holders if p in f.procs)
+
+
 def gpu_unseen(f: Facts) -> bool:
     """The work may be on an accelerator of which nothing is known."""
     libs = f.main.libs if f.main is not None else set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import PurePosixPath
 
@@ -35,17 +36,17 @@ def scheduler(f: Facts) -> str:
 def oom_signs(f: Facts) -> list[tuple[float, str, str]]:
     """(weight, sentence, source) for every trace an out-of-memory kill leaves."""
     signs = []
-    mine = {str(p) for p in f.members} | {str(f.target.get("pid"))}
-    for line in f.kernel_lines("oom"):
-        named = any(pid in line.get("text", "") for pid in mine if pid != "None")
-        signs.append(
-            (
-                5.0 if named else 2.5,
-                "the kernel log reports an out-of-memory kill",
-                f"kernel log: {line.get('text', '')[:120]}",
-            )
-        )
-        break
+    mine = {str(p) for p in f.members} | {str(f.target.get("pid"))} | _named_in_log(f)
+    near = [line for line in f.kernel_lines("oom") if _in_its_time(f, line.get("age_s"))]
+    victims = [(set(re.findall(r"(?:Killed process |\bpid=)(\d+)", line.get("text", ""))), line) for line in near]
+    hit = next((line for pids, line in victims if pids & mine), None)
+    others = any(pids for pids, _ in victims)
+    unnamed = near[0] if near and not others else None
+    found = hit or unnamed or (near[0] if near and f.target.get("pid") is None and f.main is None else None)
+    if found is not None:
+        weight = 5.0 if hit else 2.5 if unnamed else 2.0
+        text = f"kernel log: {found.get('text', '')[:120]}"
+        signs.append((weight, "the kernel log reports an out-of-memory kill", text))
     kills = max(
         (
             int(((c.get("memory") or {}).get("events") or {}).get("oom_kill") or 0)
@@ -66,6 +67,23 @@ def oom_signs(f: Facts) -> list[tuple[float, str, str]]:
     if said:
         signs.append((4.0, "the log reports an out-of-memory kill", f"log: {said[:120]}"))
     return signs
+
+
+def _named_in_log(f: Facts) -> set[str]:
+    """PIDs that the log reports as failed: a worker, a rank."""
+    if f.log is None:
+        return set()
+    named = [e.pid for e in f.log.errors] + [e.pid for e in f.log.rank_failures]
+    return {str(pid) for pid in named if pid}
+
+
+def _in_its_time(f: Facts, age: float | None) -> bool:
+    """Whether a line of the kernel log falls into the run's life and, for a run that is over, near its end."""
+    if age is None:
+        return True
+    if f.main is not None and f.main.age is not None and age > f.main.age + 5:
+        return False
+    return f.alive or f.idle is None or age <= f.idle + 120
 
 
 def _over(look: Look) -> bool:

@@ -157,8 +157,17 @@ def initialising(look: Look) -> Case | None:
     case.yes(f.log is not None and not f.log.progress_lines, 0.5, "no step is in the log yet", "log")
     case.no((f.main.age or 0) > 1800 and not line, 1.5, f"it started {span_words(f.main.age)} ago", "/proc/PID/stat")
     case.no(f.gpu.working, 2, "the GPU computes: " + f.gpu.words, "nvml")
+    begun = f.log is not None and f.log.phase is not None and f.log.phase.id == "training"
     case.no(
-        starved(f) and f.live_workers and f.data.readings and not model and not line,
+        begun and not line,
+        1.5,
+        "the log says that training has begun",
+        "log",
+        f.log.phase.line if begun and f.log and f.log.phase else None,
+    )
+    at_work = f.data.readings or any(w.critical.ready > 0.5 for w in f.live_workers)
+    case.no(
+        starved(f) and f.live_workers and at_work and not model and not line,
         2.5,
         "loader workers are already at work: the first batch is being made",
         "children",

@@ -46,6 +46,10 @@ def training(look: Look) -> Case | None:
         "log",
         f.log.phase.line if f.log and f.log.phase else None,
     )
+    gone = f.log_entry.get("deleted") or f.log_entry.get("rotated")
+    case.no(
+        gone, 3, "but into a file that was deleted or rotated away: nobody sees it", "fd 1", f.log_entry.get("path")
+    )
     case.no(_gpu_idles(f), 2, f"it holds a GPU that has little to do: {f.gpu.words}", "nvml")
     slowed = [g for g in f.gpu.mine if g.slowed]
     case.no(slowed, 2, f"GPU {slowed[0].index if slowed else ''} runs at lower clocks", "nvml")
@@ -64,7 +68,7 @@ def interval(look: Look) -> Case | None:
         return None
     case = quiet(look, "quiet.interval")
     due = f.overdue
-    usual = span_words(f.log.line_interval_s)
+    usual = span_words(f.interval)
     case.yes(
         due is not None and due < 1.6,
         3,
@@ -191,8 +195,8 @@ def elsewhere(look: Look) -> Case | None:
     case.yes(other, 1.5, f"this log belongs to rank {log.rank if log else ''}; others may log the steps", "log")
     if not (gone or null or piped or rich or tracked or other):
         return None
-    case.no(f.fresh and f.stepped, 4, "the log is fresh", "log")
-    case.no(f.overdue is not None and f.overdue < 1.6, 2, "the next line is not due yet", "log")
+    case.no(f.fresh and f.stepped and not gone, 4, "the log is fresh", "log")
+    case.no(f.overdue is not None and f.overdue < 1.6 and not gone, 2, "the next line is not due yet", "log")
     return case
 
 

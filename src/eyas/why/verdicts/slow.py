@@ -101,6 +101,11 @@ def disk_cold(look: Look) -> Case | None:
         "mountinfo",
     )
     case.no(data.mount is not None and data.mount.memory, 5, "the data lies in memory", "mountinfo")
+    mean = data.mean_file
+    tiny = mean is not None and mean < _SMALL_FILE
+    case.no(
+        tiny, 3, f"the files are small ({size(mean or 0)} on average): requests are the limit, not bytes", "datasets"
+    )
     case.no(cold is not None and cold < 0.2, 3, "nearly all bytes come from memory", "/proc/PID/io")
     cpu = _reader_cpu(f)
     case.no(cpu > 0.8 and not waits, 2, "the readers are busy on the CPU", "stat")
@@ -279,7 +284,9 @@ def _service_sockets(f: Facts, pids: set[int]) -> list[dict[str, object]]:
 
 
 def _reader_cpu(f: Facts) -> float:
-    cpus = [p.cpu for p in f.live_workers if p.cpu is not None] or [t.cpu for _, t in readers(f) if t.cpu is not None]
+    """Share of a CPU that a reader uses or waits for."""
+    cpus = [max(p.cpu, p.critical.ready) for p in f.live_workers if p.cpu is not None]
+    cpus = cpus or [t.ready for _, t in readers(f) if t.cpu is not None]
     return sum(cpus) / len(cpus) if cpus else 0.0
 
 

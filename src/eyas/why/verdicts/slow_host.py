@@ -131,12 +131,12 @@ def host_python(look: Look) -> Case | None:
     f = look.f
     if not f.alive or not f.gpu.mine or f.gpu.working or f.gpu.spinning:
         return None
-    busy = [p for p in f.trainers if (p.critical.cpu or 0) > 0.8 and p.critical.share("run") >= 0.6]
+    busy = [p for p in f.trainers if p.critical.ready > 0.8 and p.critical.share("run") >= 0.6]
     if not busy or len(busy) < len(f.trainers):
         return None
     case = Case("slow.host-python")
     low = all((g.util or 0) < 50 for g in f.gpu.mine)
-    case.yes(True, 2, f"the main thread computes on the CPU ({100 * (busy[0].critical.cpu or 0):.0f} %)", "stat")
+    case.yes(True, 2, f"the main thread computes on the CPU ({100 * busy[0].critical.ready:.0f} % of the time)", "stat")
     case.yes(low, 1.5, f"the GPU has little to do: {f.gpu.words}", "nvml")
     idle = f.live_workers and all(
         t.critical.share("poll", "epoll", "pipe-read", "futex") >= 0.6 for t in f.live_workers

@@ -13,6 +13,7 @@ from eyas.why.verdicts.base import (
     Case,
     Look,
     Rule,
+    forsaken,
     frames,
     gpu_unseen,
     job_threads,
@@ -205,6 +206,7 @@ def worker_dead(look: Look) -> Case | None:
     case.yes(pinned, 2.5, "there is a pin-memory thread, but not one worker is left", "children, task/*/comm")
     case.no(not waits, 3, "the trainer does not wait", "wchan")
     case.no(f.log and (f.log.ended or f.log.at_last_step), 3, "training has ended", "log")
+    case.no(forsaken(f), 3, "it is itself a worker whose parent is gone", "/proc/PID/stat")
     return case
 
 

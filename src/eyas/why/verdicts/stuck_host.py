@@ -8,6 +8,7 @@ from eyas.why.verdicts.base import (
     Case,
     Look,
     Rule,
+    forsaken,
     job_threads,
     log_kinds,
     log_line,
@@ -172,11 +173,10 @@ def orphans(look: Look) -> Case | None:
         and p.pid != (f.main.pid if f.main and not zombie else None)
         and p.kind in ("fork", "spawned", "rank")
     ]
-    self_orphan = (
-        f.main is not None
-        and f.main.ppid == 1
-        and re.search(r"multiprocessing|spawn_main|forkserver|--multiprocessing-fork", f.main.cmd) is not None
+    named = f.main is not None and re.search(
+        r"multiprocessing|spawn_main|forkserver|--multiprocessing-fork", f.main.cmd
     )
+    self_orphan = f.main is not None and f.main.ppid == 1 and (bool(named) or forsaken(f))
     holders = list(f.gpu.orphans)
     held = zombie and f.main is not None and f.gpu.mem_by_pid.get(f.main.pid)
     if not (left or holders or held or self_orphan):
@@ -199,6 +199,8 @@ def orphans(look: Look) -> Case | None:
     )
     case.yes(zombie and held, 4, "the process is defunct, and the GPU still books memory to it", "nvml")
     case.yes(self_orphan, 5, "it is a worker whose parent is gone", "/proc/PID/stat")
+    case.yes(self_orphan and trainers_wait(f), 2.5, "it waits for work that nobody gives out any more", "wchan")
+    case.yes(self_orphan and f.main and f.gpu.mem_by_pid.get(f.main.pid), 1, "it still holds GPU memory", "nvml")
     case.no(not over and not holders, 4, "the main process lives", "/proc")
     case.no(not over and holders and f.forward, 5, "the job itself works", "samples")
     return case
@@ -208,7 +210,7 @@ def livelock(look: Look) -> Case | None:
     f = look.f
     if not f.alive or f.main is None:
         return None
-    spins = [p for p in f.trainers if p.critical.share("run") >= 0.6 and (p.critical.cpu or 0) > 0.8]
+    spins = [p for p in f.trainers if p.critical.share("run") >= 0.6 and p.critical.ready > 0.8]
     runaway = memory_runs_away(f)
     if not spins or (look.split is not None and f.gpu.spinning):
         return None
@@ -216,7 +218,9 @@ def livelock(look: Look) -> Case | None:
     one = spins[0]
     case.who, case.pids = one.label, [one.pid]
     late = f.overdue
-    case.yes(True, 1, f"its main thread uses {100 * (one.critical.cpu or 0):.0f} % of a CPU all the time", "stat")
+    if late is not None and one.critical.cpu is not None:
+        late *= one.critical.cpu / max(one.critical.ready, 0.01)  # a crowd on the CPUs makes any loop late
+    case.yes(True, 1, f"its main thread wants a CPU {100 * one.critical.ready:.0f} % of the time", "stat")
     calls = one.io.get("syscr", 0.0) + one.io.get("syscw", 0.0)
     case.yes(
         one.io and calls < 1 and (one.minflt is not None and one.minflt < 1),
