@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from corpus_ended import checkpointing, evaluating, initialising, long_step, tokenising
-from corpus_quiet import IDLE_POOL, MB, POLLING, STARVED, c10, lines, reading, stamped
-from corpus_stuck import NCCL, ranks
+from corpus_classes import checkpointing, evaluating, initialising, long_step, tokenising
+from corpus_quiet import c10
+from snapshot_parts import POLLING, STARVED, lines, ranks, reading, stamped
 from snapshots import GB, PIN, Snap, thread
 
 FINE = ["healthy.training", "quiet.interval", "quiet.long-step"]
 
 
-def steps(age: float = 2, growth: int = 120, every: float = 2, util: float = 95, power: float = 560, **more: object) -> Snap:
+def steps(
+    age: float = 2, growth: int = 120, every: float = 2, util: float = 95, power: float = 560, **more: object
+) -> Snap:
     s = Snap()
-    s.trainer("R", cpu=0.97, io={"rchar": 1e6}, **more)  # type: ignore[arg-type]
+    s.trainer("R", cpu=0.97, io={"rchar": 1e6}, **more)
     s.workers(4, POLLING, wakeups=4)
     s.gpu([util, util], power)
     s.log(stamped(80, every, age), age=age, growth=growth)
@@ -29,8 +31,7 @@ def sync_wait() -> Snap:
 
 
 def accumulation() -> Snap:
-    s = steps(age=170, growth=0, every=200)
-    return s
+    return steps(age=170, growth=0, every=200)
 
 
 def cpu_loop(age: float = 4, growth: int = 0, every: float = 5) -> Snap:
@@ -50,7 +51,14 @@ def jax() -> Snap:
 
 def jax_cpu() -> Snap:
     s = Snap()
-    s.trainer("S futex_do_wait futex", cpu=0.0, wakeups=1, libs="jax numpy", cuda=False, extra=[thread("R", "tf_XLAEigen", cpu=0.95) for _ in range(8)])
+    s.trainer(
+        "S futex_do_wait futex",
+        cpu=0.0,
+        wakeups=1,
+        libs="jax numpy",
+        cuda=False,
+        extra=[thread("R", "tf_XLAEigen", cpu=0.95) for _ in range(8)],
+    )
     s.log(lines(30, form="step {s} loss={l:.3f}"), age=45)
     return s
 
@@ -58,7 +66,12 @@ def jax_cpu() -> Snap:
 def keras() -> Snap:
     s = steps()
     s.d["logs"].clear()
-    s.log("Epoch 3/10\n" + "".join(f"{i}/430 ━━━━━━━━━━━━━━━━━━━━ {430 - i}s 1s/step - loss: 0.91\n" for i in range(1, 200)), age=1, growth=80)
+    s.log(
+        "Epoch 3/10\n"
+        + "".join(f"{i}/430 ━━━━━━━━━━━━━━━━━━━━ {430 - i}s 1s/step - loss: 0.91\n" for i in range(1, 200)),
+        age=1,
+        growth=80,
+    )
     return s
 
 
@@ -66,7 +79,14 @@ def prefetched() -> Snap:
     """A short wait on the queue at each look, but the GPU is loaded: nothing starves."""
     s = Snap()
     s.trainer(STARVED, cpu=0.2, wakeups=60, main={"timeout": True}, extra=[thread(PIN, wakeups=20)])
-    s.workers(8, ["R", POLLING, POLLING], cpu=0.4, wakeups=50, io={"rchar": 2e7, "read_bytes": 0.0}, fds=lambda n: reading(n, speed=2e7, mnt="21"))
+    s.workers(
+        8,
+        ["R", POLLING, POLLING],
+        cpu=0.4,
+        wakeups=50,
+        io={"rchar": 2e7, "read_bytes": 0.0},
+        fds=lambda n: reading(n, speed=2e7, mnt="21"),
+    )
     s.gpu([93, 96], 590)
     s.log(stamped(80, 3, 1), age=1, growth=90)
     return s
@@ -93,7 +113,14 @@ def ddp_quiet() -> Snap:
 
 def gloo_cpu() -> Snap:
     s = Snap()
-    ranks(s, 4, looks=lambda r: "R" if r else "S futex_do_wait futex", cpu=lambda r: 0.9 if r else 0.6, cuda=False, libs="torch numpy")
+    ranks(
+        s,
+        4,
+        looks=lambda r: "R" if r else "S futex_do_wait futex",
+        cpu=lambda r: 0.9 if r else 0.6,
+        cuda=False,
+        libs="torch numpy",
+    )
     s.log(stamped(30, 15, 11), age=11)
     return s
 
@@ -116,7 +143,14 @@ def other_user() -> Snap:
             proc.update(io=None, wchan=None, syscall=None, fds={})
             for t in proc["threads"].values():
                 t.update(wchan=None, syscall=None)
-    s.d["not_visible"] = [{"what": "open files of 4242", "why": "another user's process", "needs": "root", "command": "sudo eyas why 4242"}]
+    s.d["not_visible"] = [
+        {
+            "what": "open files of 4242",
+            "why": "another user's process",
+            "needs": "root",
+            "command": "sudo eyas why 4242",
+        }
+    ]
     s.gpu([91, 93], 500)
     return s
 
@@ -151,19 +185,33 @@ def old_error() -> Snap:
     s = Snap()
     s.trainer("R", cpu=0.9)
     s.gpu([95, 95], 580)
-    s.log('Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nConnectionError: tracker not reachable, retrying\n' + stamped(60, 3, 2), age=2, growth=80)
+    s.log(
+        'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nConnectionError: tracker not'
+        " reachable, retrying\n" + stamped(60, 3, 2),
+        age=2,
+        growth=80,
+    )
     return s
 
 
 def xid_elsewhere() -> Snap:
     s = steps()
-    s.d["kernel_log"] = {"readable": True, "lines": [{"age_s": 90_000, "text": "NVRM: Xid (PCI:0000:b1:00): 13, Graphics Exception", "kind": "xid"}]}
+    s.d["kernel_log"] = {
+        "readable": True,
+        "lines": [{"age_s": 90_000, "text": "NVRM: Xid (PCI:0000:b1:00): 13, Graphics Exception", "kind": "xid"}],
+    }
     return s
 
 
 def slow_nvidia_smi() -> Snap:
     s = steps()
-    s.d["gpu"] = {"status": "timed_out", "tool": "nvidia-smi", "error": "did not answer in 2 s", "gpus": [], "processes": []}
+    s.d["gpu"] = {
+        "status": "timed_out",
+        "tool": "nvidia-smi",
+        "error": "did not answer in 2 s",
+        "gpus": [],
+        "processes": [],
+    }
     s.d["probes_timed_out"] = [{"probe": "nvidia-smi", "after_s": 2.0, "state": "S", "wchan": None}]
     return s
 
@@ -205,13 +253,19 @@ def rl_rollout() -> Snap:
 
 
 def epoch_end() -> Snap:
-    s = steps(age=15, growth=0, util=40, power=330)
-    return s
+    return steps(age=15, growth=0, util=40, power=330)
 
 
 def heavy_logging_tracker() -> Snap:
     s = steps()
-    s.proc(4500, "tracker", [thread("S ep_poll epoll_wait", "wandb-core", wakeups=40)], comm="wandb-core", ppid=4242, cmd="wandb-core")
+    s.proc(
+        4500,
+        "tracker",
+        [thread("S ep_poll epoll_wait", "wandb-core", wakeups=40)],
+        comm="wandb-core",
+        ppid=4242,
+        cmd="wandb-core",
+    )
     return s
 
 
@@ -238,8 +292,9 @@ def wait_for_slow_worker() -> Snap:
     return s
 
 
-_ = (IDLE_POOL, MB, NCCL)
 QUIET_OR_SLOW = [*FINE, "slow.data.decode", "slow.data.few-workers", "unknown"]
+
+
 CASES = [
     ("H01", "steps go on", ["healthy.training"], steps),
     ("H02", "main thread asleep in the driver", FINE, sync_wait),

@@ -78,12 +78,17 @@ def render(judgement: Judgement, *, color: bool = False, verbose: bool = False) 
     lines += _progress(given)
     lines += [
         "",
-        "Why the log is silent" if given["silence"]["reason"] != "not-silent" else "The log",
+        _log_title(given),
         "  " + given["silence"]["sentence"],
     ]
     lines += _list("What to do", given["next"]) + _list("What not to do", given["do_not"])
     lines += _list("What could not be seen", [_hidden(n) for n in given["not_visible"]])
     return "\n".join(lines)
+
+
+def _log_title(given: Answer) -> str:
+    over = given["state"] in ("finished", "failed")
+    return "The log" if over or given["silence"]["reason"] == "not-silent" else "Why the log is silent"
 
 
 def _numbers(group: Mapping[str, Any]) -> str:

@@ -35,7 +35,9 @@ def build(f: Facts, ranks: Split | None) -> list[Link]:
     if f.main is None or not f.alive:
         return []
     start = f.main
-    links = [_thread_link(start, start.critical, "main thread" if start.critical is start.main else "busiest thread")]
+    links = [
+        _thread_link(start, start.critical, "main thread of" if start.critical is start.main else "busiest thread of")
+    ]
     seen = {start.pid}
     if (
         ranks is not None
@@ -52,7 +54,7 @@ def build(f: Facts, ranks: Split | None) -> list[Link]:
         )
         start = ranks.odd[0]
         seen.add(start.pid)
-        links.append(_thread_link(start, start.critical, "its main thread"))
+        links.append(_thread_link(start, start.critical, "main thread of"))
     links += _follow(f, start, start.critical, seen, depth=0)
     return links[: _MANY + 2]
 
@@ -74,7 +76,7 @@ def _thread_link(proc: Proc, thread: Thread, who: str) -> Link:
     cpu = "" if thread.cpu is None else f", {100 * thread.cpu:.0f} % CPU"
     return _link(
         "thread",
-        f"{who} of {proc.label} is {wait.words}{cpu}",
+        f"{who} {proc.label} is {wait.words}{cpu}",
         pid=proc.pid,
         tid=thread.tid,
         raw=wait.raw,
@@ -131,7 +133,7 @@ def _over_pipe(f: Facts, proc: Proc, wait: Wait, seen: set[int], depth: int) -> 
         return []
     writes = wait.family == "pipe-write"
     ends = pipe.get("readers" if writes else "writers") or []
-    others = [e["pid"] for e in ends if e.get("pid") not in (proc.pid, None)]
+    others = [int(e["pid"]) for e in ends if e.get("pid") not in (proc.pid, None)]
     queued = f", {pipe['queued']} bytes queued" if pipe.get("queued") is not None else ""
     side = "reader" if writes else "writer"
     if not others:
@@ -148,7 +150,7 @@ def _over_pipe(f: Facts, proc: Proc, wait: Wait, seen: set[int], depth: int) -> 
     seen.add(live[0].pid)
     return [
         *links,
-        _thread_link(live[0], live[0].critical, "its main thread"),
+        _thread_link(live[0], live[0].critical, "main thread of"),
         *_follow(f, live[0], live[0].critical, seen, depth + 1),
     ]
 
@@ -226,7 +228,7 @@ def _inside(f: Facts, proc: Proc, wait: Wait) -> list[Link]:
     ]
     if busy:
         chosen = max(busy, key=lambda t: (is_storage(t.wait.family), t.cpu or 0))
-        links = [_thread_link(proc, chosen, f"thread {chosen.comm} ({chosen.role})")]
+        links = [_thread_link(proc, chosen, f"thread {chosen.comm} ({chosen.role}) of")]
         return links + (_to_file(f, proc, chosen.wait) if is_storage(chosen.wait.family) else [])
     net = [t for t in proc.threads if t.wait.family in ("socket", "connect")]
     return _to_peer(f, proc, net[0].wait) if net else []

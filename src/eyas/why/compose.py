@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from eyas.why.chain import size
@@ -12,7 +13,7 @@ from eyas.why.judge import Judgement
 from eyas.why.logs.silence import ProcessFacts, Silence, why_silent
 from eyas.why.procs import grew
 from eyas.why.verdicts.base import Case, span_words
-from eyas.why.verdicts.ended import exit_status, script_name
+from eyas.why.verdicts.traces import exit_status
 from eyas.why.verdicts.words import WORDS
 
 SCHEMA = "eyas.why/1"
@@ -43,7 +44,7 @@ def compose(j: Judgement, took_s: float | None = None) -> dict[str, Any]:
         "also": [{"verdict": c.verdict, "evidence": [e.derived for e in c.support[:2]]} for c in j.also],
         "chain": j.chain,
         "ranks": _ranks(j),
-        "progress": _progress(f),
+        "progress": _progress(f, j.state),
         "data": _data(f),
         "silence": silence.to_dict(),
         "next": [_fill(line, fields) for line in words.next],
@@ -73,6 +74,20 @@ def _target(f: Facts) -> dict[str, Any]:
     }
 
 
+def script_name(f: Facts) -> str:
+    """A short name for the target."""
+    python = (f.main.raw.get("python") or {}) if f.main else {}
+    name = (
+        python.get("script")
+        or python.get("module")
+        or f.target.get("name")
+        or (f.main.comm if f.main else None)
+        or f.log_path
+        or "the run"
+    )
+    return PurePosixPath(str(name)).name
+
+
 def _what_it_is(f: Facts) -> str:
     main = f.main
     if f.target.get("kernel_thread"):
@@ -94,7 +109,7 @@ def _fields(j: Judgement, silence: Silence) -> dict[str, str]:
     launcher = f.job.get("launcher") or pid
     workers = len(f.live_workers)
     due = f", the next line is due in {span_words(silence.expected_in_s)}" if (silence.expected_in_s or 0) > 0 else ""
-    since = f" since {span_words(f.idle)}" if f.idle is not None and f.idle >= 5 and not f.heartbeat else ""
+    since = f" for {span_words(f.idle)}" if f.idle is not None and f.idle >= 5 and not f.heartbeat else ""
     files = [p.rsplit("/", 1)[-1] for p in data.files[:2]]
     gpus = f.gpu.words
     fields = {
@@ -103,7 +118,9 @@ def _fields(j: Judgement, silence: Silence) -> dict[str, str]:
         "target": str(f.target.get("asked") or pid or ""),
         "who": case.who or "not known",
         "who_pid": str(case.pids[0]) if case.pids else str(pid or ""),
-        "who_or_all": f"look at {case.who}" if case.who else "all ranks that can be seen wait",
+        "who_or_all": f"look at {case.who}" if case.who else "every rank that can be seen waits",
+        "look_at": f"; look at {case.who} first" if case.who else "",
+        "warm_advice": _warm_advice(f),
         "who_or_worker": case.who or "no worker holds it any more",
         "idle": span_words(f.idle),
         "since": since,
@@ -157,6 +174,15 @@ def _fields(j: Judgement, silence: Silence) -> dict[str, str]:
     return fields | values
 
 
+def _warm_advice(f: Facts) -> str:
+    warms, total, room = f.data.warms, size(f.data.total), size(f.data.memory)
+    if warms is None:
+        return "Let it run if the data set fits in memory: then the next pass is faster"
+    if warms:
+        return f"Let it run: the data set ({total}) fits in memory ({room}), the next pass is faster"
+    return f"It will not warm up: the data set ({total}) is larger than the free memory ({room})"
+
+
 def _resume(case: Case, pid: object) -> str:
     if case.values.get("frozen"):
         return "echo 0 > CGROUP/cgroup.freeze (v2), or echo THAWED > CGROUP/freezer.state (v1), for the cgroup " + str(
@@ -189,6 +215,8 @@ def _unknown_why(f: Facts) -> str:
 def silence_of(f: Facts) -> Silence:
     """Why the log is silent, by the log reader's rules and what the process looks like."""
     main = f.main
+    if not f.alive:
+        return Silence("unknown", "The process is over: nothing more will be written.", (), None)
     out, err = (_stdio_kind(main.stdio.get(n, {})) if main else "unknown" for n in (1, 2))
     python = (main.raw.get("python") or {}) if main else {}
     unbuffered: bool | None = None
@@ -196,7 +224,7 @@ def silence_of(f: Facts) -> Silence:
         unbuffered = True
     elif python.get("unbuffered_flag") is False and python.get("unbuffered_env") is False:
         unbuffered = False
-    grown = tuple(o["path"] for o in f.snap.get("outputs") or [] if (grew(o) or 0) > 0)
+    grown = tuple(str(o.get("path")) for o in f.snap.get("outputs") or [] if (grew(o) or 0) > 0)
     facts = ProcessFacts(
         stdout="deleted" if f.log_entry.get("deleted") else out,  # type: ignore[arg-type]
         stderr=err,  # type: ignore[arg-type]
@@ -269,7 +297,7 @@ def _questions(j: Judgement, silence: Silence) -> dict[str, dict[str, str]]:
         "finished": answer(finished, best if state == "finished" else end_words),
         "crashed": answer(crashed, crash_words),
         "stalled": answer(stalled, stalled_words),
-        "only_quiet": answer(quiet, silence.sentence if state != "failed" else "no"),
+        "only_quiet": answer(quiet, silence.sentence),
     }
 
 
@@ -303,10 +331,10 @@ def _ranks(j: Judgement) -> dict[str, Any] | None:
     }
 
 
-def _progress(f: Facts) -> dict[str, Any]:
+def _progress(f: Facts, state: str) -> dict[str, Any]:
     log, data = f.log, f.data
     eta = None
-    if log is not None and log.eta_s is not None:
+    if log is not None and log.eta_s is not None and state in ("healthy", "quiet", "slow"):
         eta = max(0.0, log.eta_s - (f.idle or 0.0) if f.forward else log.eta_s)
     pace = log.pace if log else None
     return {

@@ -35,7 +35,8 @@ class Signal:
 
 class Facts:
     def __init__(self, snap: Json, log: LogFacts | None = None) -> None:
-        self.snap = snap
+        snap = tidy(snap)
+        self.snap: Json = snap
         self.meta: Json = snap.get("meta") or {}
         self.target: Json = snap.get("target") or {}
         self.job: Json = snap.get("job") or {}
@@ -69,7 +70,7 @@ class Facts:
     @cached_property
     def ranks(self) -> list[Proc]:
         """The processes of a multi-rank job on this host, by rank; empty when it is a single process."""
-        pids = [int(r["pid"]) for r in self.job.get("ranks") or []]
+        pids = [int(r.get("pid") or 0) for r in self.job.get("ranks") or []]
         found = [self.procs[p] for p in pids if p in self.procs]
         return sorted(found, key=lambda p: (p.rank is None, p.rank, p.pid))
 
@@ -266,6 +267,15 @@ class Facts:
         return [d for d in self.snap.get("died") or [] if d.get("kind") in ("fork", "spawned", "rank", "main")]
 
 
+def tidy(value: Any) -> Any:
+    """A copy without nulls: in a snapshot, null and absent mean the same, "not seen"."""
+    if isinstance(value, Mapping):
+        return {key: tidy(v) for key, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [tidy(v) for v in value if v is not None]
+    return value
+
+
 def _signals(f: Facts) -> Any:
     """The progress vector. Each entry says what moved, or that it did not, or that it could not be seen."""
     growth = f.log_growth
@@ -282,7 +292,7 @@ def _signals(f: Facts) -> Any:
         "output",
         bool(grown) if outputs else None,
         True,
-        f"{grown[0]['path']} grows" if grown else "no output file grew",
+        f"{grown[0].get('path')} grows" if grown else "no output file grew",
         "outputs",
     )
     caches = [c for c in f.snap.get("caches") or [] if (grew(c) or 0) > 0]
@@ -291,7 +301,7 @@ def _signals(f: Facts) -> Any:
         "cache",
         bool(caches) if known else None,
         True,
-        f"the {caches[0]['name']} cache grows" if caches else "no compile or download cache grew",
+        f"the {caches[0].get('name')} cache grows" if caches else "no compile or download cache grew",
         "caches",
     )
 

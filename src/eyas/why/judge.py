@@ -64,8 +64,10 @@ class Judgement:
 
 def facts_of(snap: Mapping[str, Any], now: float | None = None) -> Facts:
     """The facts of a snapshot, its log read. `now` is on the clock of the host that was looked at."""
-    bare = Facts(snap)
-    return Facts(snap, read_log(bare.log_entry, now or bare.now)) if bare.log_entry else bare
+    facts = Facts(snap)
+    if facts.log_entry:
+        facts.log = read_log(facts.log_entry, now or facts.now)
+    return facts
 
 
 def read_log(entry: Mapping[str, Any], now: float) -> LogFacts | None:

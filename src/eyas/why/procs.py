@@ -173,13 +173,14 @@ class Proc:
 def read_processes(snap: Json) -> dict[int, Proc]:
     """Every process of the snapshot with its rates."""
     samples = [s for s in snap.get("samples") or [] if isinstance(s, dict)]
-    ranks = {r["pid"]: r.get("rank") for r in (snap.get("job") or {}).get("ranks") or []}
+    ranks = {r.get("pid"): r.get("rank") for r in (snap.get("job") or {}).get("ranks") or []}
+    died = {d.get("pid") for d in snap.get("died") or []}
     procs = {}
     for key, raw in (snap.get("processes") or {}).items():
         pid = int(key)
         seen = [(float(s.get("t") or 0.0), s["procs"][key]) for s in samples if key in (s.get("procs") or {})]
         last_holds = bool(samples) and key in (samples[-1].get("procs") or {})
-        procs[pid] = _proc(pid, raw, seen, gone=bool(samples) and not last_holds, rank=ranks.get(pid), snap=snap)
+        procs[pid] = _proc(pid, raw, seen, gone=pid in died and not last_holds, rank=ranks.get(pid), snap=snap)
     return procs
 
 

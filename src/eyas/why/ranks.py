@@ -112,7 +112,7 @@ def in_collective(f: Facts, proc: Proc) -> str | None:
 
 def split(f: Facts) -> Split | None:
     """Compare the ranks of this host; None when there is only one process and no sign of others."""
-    reported = f.log.collective.missing if f.log and f.log.collective else ()
+    reported = _reported_missing(f)
     if len(f.ranks) < 2 and not reported and (f.local_size or 1) < 2:
         return None
     groups: dict[str, list[Proc]] = {}
@@ -131,7 +131,8 @@ def split(f: Facts) -> Split | None:
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     dead = [p for p in f.ranks if p.zombie or p.gone]
     local = f.local_size
-    absent = max(0, (local or len(f.ranks)) - len(f.ranks))
+    whole = bool(f.ranks) and not f.job.get("left_out")
+    absent = max(0, (local or len(f.ranks)) - len(f.ranks)) if whole else 0
     missing = {p.rank for p in dead if p.rank is not None} | _gap(f, local)
     odd, odd_word = _odd(ordered)
     rest = next((w for w, _ in ordered if w != odd_word), None)
@@ -146,6 +147,16 @@ def split(f: Facts) -> Split | None:
         tuple(reported),
         by_stack,
     )
+
+
+def _reported_missing(f: Facts) -> tuple[int, ...]:
+    """Ranks that do not report the time-out which the others report."""
+    found = f.log.collective if f.log else None
+    if found is None or found.missing:
+        return found.missing if found else ()
+    world = found.world_size or f.world_size or 0
+    silent = set(range(world)) - set(found.reporting)
+    return tuple(sorted(silent)) if found.reporting and 0 < len(silent) <= world // 2 else ()
 
 
 def _gap(f: Facts, local: int | None) -> set[int]:

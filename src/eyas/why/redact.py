@@ -14,7 +14,7 @@ _HOME = re.compile(r"(?<=/home/)[^/\s'\":]+|(?<=/Users/)[^/\s'\":]+")
 _ADDRESS = re.compile(r"\b(?!127\.0\.0\.1\b|0\.0\.0\.0\b)(?:\d{1,3}\.){3}\d{1,3}\b")
 _MAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.]+")
 _TOKENS = re.compile(
-    r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|ASIA|ya29\.|eyJ)[\w\-.=]{8,}"
+    r"\bhf_[A-Za-z0-9]{16,}|\b(?:sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|ASIA|ya29\.|eyJ)[\w\-.=]{8,}"
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
     r"|(?i:(?:api[_-]?key|token|secret|passw(?:or)?d|credential)s?[\"']?\s*[=:]\s*[\"']?)[^\s\"',]{6,}"
     r"|\b[0-9a-f]{40}\b"

@@ -117,7 +117,7 @@ def forsaken(f: Facts) -> bool:
     pipe = next((p for p in f.snap.get("pipes") or [] if inode is not None and p.get("inode") == inode), None)
     if pipe is None:
         return main.critical.always("futex") and main.critical.asleep
-    holders = {int(e["pid"]) for end in ("readers", "writers") for e in pipe.get(end) or []} - {main.pid}
+    holders = {int(e.get("pid") or 0) for end in ("readers", "writers") for e in pipe.get(end) or []} - {main.pid}
     return all(f.procs[p].ppid == 1 for p in holders if p in f.procs)
 
 

@@ -46,7 +46,7 @@ def checkpointing(look: Look) -> Case | None:
     if not (line or grows or writing):
         return None
     case = quiet(look, "quiet.checkpointing")
-    case.yes(grows, 4, f"{grows[0]['path'] if grows else ''} grows", "outputs")
+    case.yes(grows, 4, f"{grows[0].get('path') if grows else ''} grows", "outputs")
     case.yes(line, 3, "the log announced a checkpoint", "log", line)
     case.yes(
         writing,
@@ -103,14 +103,14 @@ def compiling(look: Look) -> Case | None:
     case.yes(
         grown,
         3,
-        f"the {grown[0]['name'] if grown else ''} cache grows",
+        f"the {grown[0].get('name') if grown else ''} cache grows",
         "caches",
         grown[0].get("path") if grown else None,
     )
     case.yes(
         young,
         1.5,
-        f"the {young[0]['name'] if young else ''} cache was written {young[0].get('age_s', 0) if young else 0:.0f}"
+        f"the {young[0].get('name') if young else ''} cache was written {young[0].get('age_s', 0) if young else 0:.0f}"
         " s ago",
         "caches",
     )
@@ -143,7 +143,7 @@ def initialising(look: Look) -> Case | None:
     model = [r for p in f.trainers for r in p.readings if is_model_file(r.path)]
     case.yes(model, 2.5, f"it reads a model file: {model[0].path if model else ''}", "fd")
     hub = [c for c in f.snap.get("caches") or [] if str(c.get("name", "")).startswith("hf_") and (grew(c) or 0) > 0]
-    case.yes(hub, 3, f"the {hub[0]['name'] if hub else ''} cache grows", "caches")
+    case.yes(hub, 3, f"the {hub[0].get('name') if hub else ''} cache grows", "caches")
     loading = any(
         is_storage(p.critical.wait.family)
         and (

@@ -178,11 +178,12 @@ def elsewhere(look: Look) -> Case | None:
         and (o.get("age_s") or 1e9) < min(300.0, (f.idle or 300.0) / 2)
     ]
     tracked = (growing or recent)[:1]
-    case.yes(growing, 3, f"{tracked[0]['path'] if tracked else ''} grows instead", "outputs")
+    case.yes(growing, 3, f"{tracked[0].get('path') if tracked else ''} grows instead", "outputs")
     case.yes(
         recent and not growing,
         2,
-        f"{tracked[0]['path'] if tracked else ''} was written {tracked[0].get('age_s', 0) if tracked else 0:.0f} s ago",
+        f"{tracked[0].get('path') if tracked else ''} was written"
+        f" {tracked[0].get('age_s', 0) if tracked else 0:.0f} s ago",
         "outputs",
     )
     case.yes(

@@ -52,12 +52,8 @@ def collective(look: Look) -> Case | None:
     case.yes(
         told or col, 3.5, "the log reports a collective that timed out", "log", told or (col.line if col else None)
     )
-    case.yes(
-        col and col.missing,
-        1,
-        f"rank {', '.join(map(str, col.missing[:6])) if col else ''} is not among those that report",
-        "log",
-    )
+    absent = split.reported_missing if split else ()
+    case.yes(absent, 1, f"rank {', '.join(map(str, absent[:6]))} is not among those that report", "log")
     _spinning(case, f, 3)
     victims = [p for w, ps in split.groups for p in ps if w in ("waiting", "spinning")] if split else []
     case.yes(

@@ -173,7 +173,8 @@ OK: dict[str, Words] = {
         "The data comes from the disk and not from memory, and the disk is slower than the GPU.",
         "read_bytes against rchar of the readers (cat /proc/PID/io)",
         (
-            "Let it run if it will warm up; else a faster disk, more workers, or fewer bytes a sample",
+            "{warm_advice}",
+            "Else: a faster disk, more loader workers, or fewer bytes a sample",
             "Warm the next files: vmtouch -t DIR (only if they fit in memory)",
         ),
         (

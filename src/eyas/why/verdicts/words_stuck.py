@@ -11,7 +11,7 @@ STUCK: dict[str, tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] = {
         "the stacks of all ranks side by side: eyas why {target} --stacks",
         (
             _DUMP,
-            "Compare the ranks: eyas why {target} --stacks; look at {who_or_all} first",
+            "Compare the ranks, on all hosts: eyas why {target} --stacks{look_at}",
             "Then end the whole job: kill -TERM {launcher}",
         ),
         (
