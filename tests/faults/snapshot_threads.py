@@ -85,3 +85,10 @@ def open_file(fd: Json, i: int) -> Json:
         "kind": fd.get("kind", "file"),
         "access": fd.get("access", "r"),
     }
+
+
+def main_stack(pid: int, frames: tuple[str, ...]) -> Json:
+    """Frames of a main thread, innermost first, each "func file:line"."""
+    places = [(func, *place.rsplit(":", 1)) for func, place in (f.rsplit(" ", 1) for f in frames)]
+    listed = [{"func": func, "file": file, "line": int(line)} for func, file, line in places]
+    return {"tid": pid, "name": "MainThread", "active": True, "owns_gil": False, "frames": listed}

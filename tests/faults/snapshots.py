@@ -10,7 +10,7 @@ import base64
 from typing import Any
 
 from snapshot_blank import blank
-from snapshot_threads import GB, IDLE_POOL, NOW, PIN, TIMES, Json, look, open_file, thread, usual_threads
+from snapshot_threads import GB, IDLE_POOL, NOW, PIN, TIMES, Json, look, main_stack, open_file, thread, usual_threads
 
 __all__ = ["GB", "IDLE_POOL", "NOW", "PIN", "Snap", "thread"]
 
@@ -341,22 +341,7 @@ class Snap:
 
     def stack(self, pid: int, *frames: str) -> None:
         """Frames innermost first, each "func file:line"."""
-        parts = [f.rsplit(" ", 1) for f in frames]
-        self.d["stacks"][str(pid)] = {
-            "status": "ok",
-            "threads": [
-                {
-                    "tid": pid,
-                    "name": "MainThread",
-                    "active": True,
-                    "owns_gil": False,
-                    "frames": [
-                        {"func": func, "file": place.rsplit(":", 1)[0], "line": int(place.rsplit(":", 1)[1])}
-                        for func, place in parts
-                    ],
-                }
-            ],
-        }
+        self.d["stacks"][str(pid)] = {"status": "ok", "threads": [main_stack(pid, frames)]}
 
     def output(
         self, path: str, size: int, growth: int = 0, kind: str = "checkpoint", age: float = 0.0, **more: Any
