@@ -8,6 +8,7 @@ from eyas.why.facts import Facts
 from eyas.why.verdicts.base import Case, Look, Rule, log_kinds, log_line, span_words, trainers_wait
 from eyas.why.verdicts.traces import exit_status, oom_signs, scheduler
 
+_UNWINDS = ("exception", "gpu-oom", "gpu-error", "interrupted", "time-limit", "preempted")
 _CRASHES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"}
 
 
@@ -166,6 +167,8 @@ def oom_killed(look: Look) -> Case | None:
     case.yes("illed" in worker, 2, "a worker was killed", "log", worker)
     case.no(code is not None and code not in (137, 1), 6, f"it exited with code {code}", "wait status")
     case.no(sig not in (None, 9), 6, f"it was ended by signal {sig}, not by SIGKILL", "wait status")
+    own_words = f.log is not None and f.log.error is not None and f.log.error.kind in _UNWINDS and not killed
+    case.no(own_words, 4, "it could still say what went wrong: SIGKILL leaves no time for that", "log")
     case.no(killed and not signs, 1.5, "no trace of an out-of-memory kill was seen; anybody may send SIGKILL", "kernel")
     case.no(f.log and f.log.ended and not f.alive, 4, "the log says that training ended well", "log")
     case.no(f.alive and f.forward, 8, "work still moves", "samples")

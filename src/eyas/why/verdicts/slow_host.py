@@ -76,6 +76,8 @@ def memory(look: Look) -> Case | None:
     near = mem.get("max") and mem.get("current") and mem["current"] > 0.95 * mem["max"]
     case.yes(near, 1, "the job's cgroup is at its memory limit", "memory.current")
     faults = sum(p.majflt or 0 for p in f.trainers + f.live_workers)
+    own = near or waits or evicted or swapped or faults > 5 or (f.data.read_rate or 0) > 4096
+    case.no(not own, 3, "but the job itself neither faults, swaps nor reads: others do", "stat, io")
     case.yes(faults > 50, 1, f"{faults:.0f} major page faults a second", "stat")
     free = (f.snap.get("host") or {}).get("mem") or {}
     plenty = free.get("available") and free.get("total") and free["available"] > 0.3 * free["total"] and not near

@@ -38,7 +38,9 @@ def oom_signs(f: Facts) -> list[tuple[float, str, str]]:
     hit = next((line for pids, line in victims if pids & mine), None)
     others = any(pids for pids, _ in victims)
     unnamed = near[0] if near and not others else None
-    found = hit or unnamed or (near[0] if near and f.target.get("pid") is None and f.main is None else None)
+    known = f.target.get("pid") is not None or f.main is not None or bool(_named_in_log(f))
+    theirs = others and known and hit is None  # somebody else was killed, and it is known who ours are
+    found = hit or unnamed or (near[0] if near and not known else None)
     if found is not None:
         weight = 5.0 if hit else 2.5 if unnamed else 2.0
         text = f"kernel log: {found.get('text', '')[:120]}"
@@ -53,9 +55,9 @@ def oom_signs(f: Facts) -> list[tuple[float, str, str]]:
     if kills:
         signs.append((4.0, f"the job's cgroup counts {kills} out-of-memory kill(s)", "cgroup memory.events"))
     moved = f.host_rate("vmstat", "oom_kill")
-    if moved:
+    if moved and not theirs:
         signs.append((3.0, "the host's oom_kill counter moved while we looked", "/proc/vmstat"))
-    if (f.target.get("ended") or {}).get("oom_since"):
+    if (f.target.get("ended") or {}).get("oom_since") and not theirs:
         signs.append((3.0, "the host's oom_kill counter moved since the run's last output", "/proc/vmstat"))
     if "OUT_OF_ME" in scheduler(f):
         signs.append((7.0, "Slurm says OUT_OF_MEMORY", "sacct"))
