@@ -55,6 +55,18 @@ def test_the_gpu_is_in_the_evidence(started: tuple[Lab, Ask]) -> None:
     assert "0 % busy" in evidence and "17.6 GB" in evidence
 
 
+def test_the_same_over_ssh(started: tuple[Lab, Ask]) -> None:
+    lab, question = started
+    try:
+        env = lab.sshd(question.env["PATH"])
+    except Unable as reason:
+        pytest.skip(str(reason))
+    answer = ask(Ask(f"localhost:{question.target}", env), timeout=20)
+    assert answer.json, answer.stderr
+    check(answer)
+    assert answer.wall < 8 if os.getloadavg()[0] < 3 else answer.wall < 20
+
+
 def test_seen_by_another_user(started: tuple[Lab, Ask]) -> None:
     """Somebody else's process, without privileges: less is seen, and it is said what."""
     try:

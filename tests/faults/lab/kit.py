@@ -13,6 +13,7 @@ import os
 import pty
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -266,6 +267,40 @@ class Lab:
         tool.chmod(0o755)
         return {"PATH": f"{place}:{os.environ['PATH']}"}
 
+    def sshd(self, path: str) -> dict[str, str]:
+        """An ssh server for this host alone; `path`: the PATH of its sessions. Returns what eyas needs to use it."""
+        need_root()
+        server = shutil.which("sshd") or "/usr/sbin/sshd"
+        if not Path(server).exists() or shutil.which("ssh-keygen") is None:
+            raise Unable("no ssh server here")
+        place = self.dir / "ssh"
+        place.mkdir(mode=0o700)
+        for name in ("host", "user"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / name)], check=True)
+        shutil.copy(place / "user.pub", place / "authorized")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        Path("/run/sshd").mkdir(exist_ok=True)
+        (place / "sshd_config").write_text(
+            f"ListenAddress 127.0.0.1:{port}\nHostKey {place}/host\nAuthorizedKeysFile {place}/authorized\n"
+            "StrictModes no\n"
+            f"PermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\nPidFile none\nSetEnv PATH={path}\n"
+        )
+        (place / "config").write_text(
+            f"Host localhost\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {place}/user\n  IdentitiesOnly yes\n"
+            f"  StrictHostKeyChecking no\n  UserKnownHostsFile {place}/known\n  LogLevel ERROR\n"
+        )
+        config = str(place / "sshd_config")
+        self.spawn([server, "-D", "-f", config], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+        def listens() -> bool:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                return True
+            return False
+
+        self.until(listens, 10, "the ssh server")
+        return {"EYAS_SSH": f"ssh -F {place}/config"}
+
     # ---- the end
     def close(self) -> None:
         for freezer in CGROUPS.glob(f"freezer/eyas-lab-{self.token}/freezer.state"):
@@ -383,8 +418,6 @@ class Server:
     """A TCP server of our own: accepts, and then does what `handle` says (by default nothing at all, for ever)."""
 
     def __init__(self, lab: Lab, handle: Callable[[Any], None] | None = None) -> None:
-        import socket
-
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.open: list[Any] = []

@@ -145,8 +145,8 @@ def rank_missing(lab: Lab) -> Ask:
 
 @scene("quiet.interval", quick=True)
 def interval(lab: Lab) -> Ask:
-    child = lab.run("loop", "--style", "plain", "--work", "duty", "--step", "0.3", "--every", "60", "--first", "0")
-    lab.says("step 120 ", limit=90, settle=SILENT)
+    child = lab.run("loop", "--style", "plain", "--work", "duty", "--step", "0.3", "--every", "50", "--first", "0")
+    lab.says("step 100 ", limit=120, settle=SILENT)
     return Ask(str(child.pid))
 
 

@@ -14,7 +14,7 @@ class States(Dataset):
         return count
 
     def __getitem__(self, i):
-        path = os.path.join(folder, f"data_{9140 + i % 8}.pt")
+        path = os.path.join(folder, f"data_{9140 + i % 16}.pt")
         with open(path, "rb") as f:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return torch.load(path)["hidden_states"][:1, :1]

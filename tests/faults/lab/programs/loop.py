@@ -40,8 +40,8 @@ def work(seconds):
     elif a.work == "cpu":
         busy(seconds)
     elif a.work == "duty":
-        busy(seconds * 0.2)
-        time.sleep(seconds * 0.8)
+        busy(seconds * 0.1)
+        time.sleep(seconds * 0.9)
     elif a.work == "torch":
         end = time.time() + seconds
         while time.time() < end:

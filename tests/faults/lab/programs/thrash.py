@@ -11,6 +11,6 @@ with open(sys.argv[1], "rb") as f:
     step, total = 0, 0
     while True:
         step += 1
-        for _ in range(4000):
+        for _ in range(300):
             total += m[random.randrange(size)]
         print(f"step {step} loss {8 / step**0.3:.4f}", flush=True)
