@@ -97,7 +97,9 @@ def gpu_lost(look: Look) -> Case | None:
     )
     case.yes(lost, 5, f"GPU {lost[0].index if lost else ''} is lost", "nvml")
     case.yes(bad_text, 4.5, "the GPU tool reports: " + text[:120], "nvidia-smi", text)
-    case.yes(timed_out, 3.5, "the GPU probe itself did not come back", "nvml")
+    case.yes(
+        timed_out, 3.5 if driver or xid or trainers_wait(f) else 3.0, "the GPU probe itself did not come back", "nvml"
+    )
     only = timed_out and not (driver or lost or xid or bad_text or recovery)
     case.no(only and f.moved("main-cpu"), 3, "the main thread runs: it does not wait for the driver", "stat")
     load, cpus = ((f.snap.get("host") or {}).get("load") or [0])[0], f.meta.get("cpus") or 1
