@@ -23,7 +23,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 def compose(j: Judgement, took_s: float | None = None) -> dict[str, Any]:
     """The answer, in the documented schema."""
     f, words = j.facts, WORDS[j.verdict]
-    silence = silence_of(f)
+    silence = _explained(j, silence_of(f))
     fields = _fields(j, silence)
     when = float(f.meta.get("started") or 0.0)
     sentence = _fill(words.sentence, fields)
@@ -241,6 +241,22 @@ def silence_of(f: Facts) -> Silence:
         log_is_stdout=f.log_entry.get("how") in ("fd1", "fd2", "tee") if f.log_entry else None,
     )
     return why_silent(f.log, facts)
+
+
+def _explained(j: Judgement, silence: Silence) -> Silence:
+    """A silence that the log does not explain, explained by the verdict: lines come after steps, and no step ends."""
+    f = j.facts
+    if silence.reason != "unknown" or not f.alive or j.state not in ("slow", "stuck"):
+        return silence
+    begun = "A line comes after steps, and the next steps" if f.stepped else "No step has ended yet: the first ones"
+    what = (
+        "wait for their data"
+        if j.verdict.startswith("slow.data")
+        else "take long"
+        if j.state == "slow"
+        else "do not end"
+    )
+    return Silence("waiting", f"{begun} {what} ({j.verdict}).", silence.evidence, silence.expected_in_s)
 
 
 def _stdio_kind(fd: Mapping[str, Any]) -> str:

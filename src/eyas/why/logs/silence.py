@@ -19,6 +19,7 @@ Reason = Literal[
     "deleted-or-rotated",
     "never-logged",
     "single-line-bar",
+    "waiting",  # nothing in the log explains it, but the run waits or is slow: no step, no line
     "unknown",
 ]
 FRESH_S = 15.0  # a log younger than this is not silent; tqdm itself may wait 10 s
