@@ -73,7 +73,8 @@ def gpu_lost(look: Look) -> Case | None:
     f = look.f
     driver = [(p, t) for p, t in job_threads(f) if t.always("gpu") and t.wait.state == "D"]
     lost = [g for g in f.gpu.mine if g.lost]
-    xid = [line for line in f.kernel_lines("xid", "nvrm") if (line.get("age_s") or 0) <= (f.idle or 1e9) + 120]
+    since = f.idle + 120 if f.idle is not None else (f.main.age if f.main and f.main.age is not None else 0.0)
+    xid = [line for line in f.kernel_lines("xid", "nvrm") if line.get("age_s", 1e12) <= since]
     text = f.gpu.error or ""
     bad_text = re.search(
         r"unknown error|gpu is lost|determine the device handle|no devices were found|gpu_is_lost|driver/library",
