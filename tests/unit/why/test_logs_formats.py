@@ -456,6 +456,7 @@ def test_loading_bars_are_not_training() -> None:
         ("Tokenizing:  20%|██        | 2000/10000 [00:04<00:16, 480.12it/s]", "tokenising"),
         ("Generating train split: 120000 examples [00:03, 38211.21 examples/s]", "loading-data"),
         ("Capturing CUDA graph shapes:  20%|██        | 7/35 [00:04<00:16, 1.70it/s]", "compiling"),
+        ("Writing model shards:   0%|          | 0/4 [00:00<?, ?it/s]", "checkpointing"),
         ("Evaluating:  20%|██        | 7/35 [00:04<00:16, 1.70it/s]", "evaluating"),
         ("Loading safetensors checkpoint shards:  25% Completed | 1/4 [00:01<00:05,  1.80s/it]", "loading-model"),
     ],

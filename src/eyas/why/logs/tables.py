@@ -207,15 +207,16 @@ PHASE_RULES: tuple[tuple[PhaseId, Rule, bool], ...] = (
 
 # ---- what a bar's caption or unit says it is ----
 _BARS: tuple[tuple[PhaseId, str], ...] = (
+    ("checkpointing", r"\b(?:saving|writing|dumping)\b|consolidat"),
     ("evaluating", r"\bvalid|\beval|\btest|sanity check|\bpredict|\binference|\bval\b"),
     ("loading-model", r"loading (?:checkpoint|safetensors|pipeline|weights|pt|model)|materiali[sz]ing param"),
     ("compiling", r"captur\w{0,4} .{0,30}graph|compil|autotun|warm.?up"),
     ("uploading", r"\bupload|push"),
     ("downloading", r"download|fetching|\.(?:safetensors|bin|json|pt|gguf|parquet|model|txt|zip|gz|tar|arrow)$"),
     ("tokenising", r"^(?:map|filter|flatten|cast|group)\b|tokeni|preproc|packing|drop(?:ping)? |processing|encod"),
-    ("loading-data", r"generating .{0,30}(?:split|examples)|loading|resolving|caching|scanning|reading|extract"
+    ("loading-data", r"generating .{0,30}(?:split|examples)|loading|convert|quantiz"
+                         r"|resolving|caching|scanning|reading|extract"
                      r"|index|checksum|creating|building|preparing|dataset|shard"),
-    ("checkpointing", r"saving|writing|dumping|convert|consolidat|quantiz"),
     ("generating", r"processed prompts|adding requests|generat|rollout|sampling"),
 )  # fmt: skip
 BAR_PHASES = tuple((phase, re.compile(pattern, re.I)) for phase, pattern in _BARS)
