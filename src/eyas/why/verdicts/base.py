@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyas.why.facts import WAITING, Facts
+from eyas.why.facts import TRICKLE, WAITING, Facts
 from eyas.why.procs import Proc, Thread
 from eyas.why.ranks import Split
 from eyas.why.waits import is_storage
@@ -199,6 +199,11 @@ def phase(f: Facts, *ids: str) -> str | None:
 def frames(f: Facts) -> list[str]:
     """Stack frames of the main process, innermost first."""
     return f.stack_frames(f.main) if f.main is not None else []
+
+
+def feeds_itself(f: Facts) -> bool:
+    """There are no loader workers, and the trainer reads files at a rate that is more than housekeeping."""
+    return not f.live_workers and (f.data.read_rate or 0.0) > 8 * TRICKLE
 
 
 def job_threads(f: Facts) -> list[tuple[Proc, Thread]]:

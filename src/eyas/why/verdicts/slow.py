@@ -6,7 +6,7 @@ import re
 
 from eyas.why.chain import size
 from eyas.why.facts import Facts
-from eyas.why.verdicts.base import Case, Look, Rule, frames, readers, reading_share, starved
+from eyas.why.verdicts.base import Case, Look, Rule, feeds_itself, frames, readers, reading_share, starved
 from eyas.why.verdicts.slow_host import HOST_RULES
 
 _SMALL_FILE = 256 * 1024
@@ -176,7 +176,8 @@ def few_workers(look: Look) -> Case | None:
     gpu_idles = (
         bool(f.gpu.mine) and (f.gpu.idle or all((g.util or 0) < 40 for g in f.gpu.mine)) and f.gpu.working is not True
     )
-    itself = count == 0 and (bool(own) or main.critical.ever("disk", "nfs", "read") is not None) and gpu_idles
+    fed = bool(own) or feeds_itself(f) or main.critical.ever("disk", "nfs", "read") is not None
+    itself = count == 0 and fed and gpu_idles
     frame = next((x for x in frames(f) if re.search(r"fetch|collate|__getitem__", x)), None)
     small = 0 < count <= 2 and _reader_cpu(f) > 0.5
     if not (itself or warned or small or (frame and count == 0)) or count >= max(3, cpus):

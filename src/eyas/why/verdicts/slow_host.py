@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eyas.why.verdicts.base import Case, Look, Rule, frames, starved
+from eyas.why.verdicts.base import Case, Look, Rule, feeds_itself, frames, starved
 
 
 def cpu_quota(look: Look) -> Case | None:
@@ -148,7 +148,7 @@ def host_python(look: Look) -> Case | None:
     stack = frames(f)
     case.yes(stack, 1, "its innermost frame is Python code", "py-spy", stack[0] if stack else None)
     own = [r for p in f.trainers for r in p.readings if r.moved or r.fresh]
-    case.no(own, 2, "it reads data itself", "fd")
+    case.no(own or feeds_itself(f), 2, "it reads data itself", "fd, io")
     case.no(not f.stepped, 2.5, "no step was made yet: this may be start-up or compilation", "log")
     case.no(not f.fresh and f.stepped and (f.overdue or 0) > 3, 1.5, "steps do not go on", "log")
     return case
