@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eyas.why.facts import Facts
-from eyas.why.procs import grew
+from eyas.why.procs import Thread, grew
 from eyas.why.verdicts.base import Case, Look, Rule, movement, phase, quiet, span_words
 from eyas.why.verdicts.phases import PHASE_RULES
 
@@ -166,6 +166,11 @@ def elsewhere(look: Look) -> Case | None:
         and (log is None or not log.progress_lines)
     )
     case.yes(rich, 2.5, "its progress bar is drawn by rich, which draws nothing on a file until the end", "maps")
+    drawn = (
+        not rich and (log is None or not log.progress_lines) and main.stdio.get(1, {}).get("kind") in ("file", "pipe")
+    )
+    drawn = drawn and any(_redraws(t) for t in main.threads)
+    case.yes(drawn, 2, "a thread of it wakes by the clock many times a second, as one that redraws a bar", "schedstat")
     growing = [
         o
         for o in f.snap.get("outputs") or []
@@ -194,11 +199,17 @@ def elsewhere(look: Look) -> Case | None:
     )
     other = log is not None and log.rank is not None and log.rank != 0
     case.yes(other, 1.5, f"this log belongs to rank {log.rank if log else ''}; others may log the steps", "log")
-    if not (gone or null or piped or rich or tracked or other):
+    if not (gone or null or piped or rich or drawn or tracked or other):
         return None
     case.no(f.fresh and f.stepped and not gone, 4, "the log is fresh", "log")
     case.no(f.overdue is not None and f.overdue < 1.6 and not gone, 2, "the next line is not due yet", "log")
     return case
+
+
+def _redraws(thread: Thread) -> bool:
+    """As rich's refresh thread does: timed waits, some ten to twenty wake-ups a second, next to no CPU."""
+    timed = thread.always("futex") and all(w.timed for w in thread.waits)
+    return thread.role == "other" and timed and 3 <= (thread.wakeups or 0) <= 40 and (thread.cpu or 0) < 0.05
 
 
 def long_step(look: Look) -> Case | None:
