@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loglines import bar, redraws, said, stamp
 
 
 @given(st.floats(0.02, 60), st.integers(30, 400))
+@settings(max_examples=40, deadline=None)
 def test_pace_of_a_bar_is_right_for_any_speed(seconds: float, steps: int) -> None:
     facts = said(redraws(1000, steps, seconds))
     span = seconds * steps
