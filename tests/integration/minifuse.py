@@ -32,7 +32,9 @@ class MiniFuse:
         self.mountpoint.mkdir(parents=True, exist_ok=True)
         words = [f"{name}={size}" for name, size in self.files.items()]
         self.server = subprocess.Popen(
-            [sys.executable, __file__, str(self.mountpoint), str(self.read_delay), *words], stdout=subprocess.PIPE, start_new_session=True
+            [sys.executable, __file__, str(self.mountpoint), str(self.read_delay), *words],
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         assert self.server.stdout is not None
         said = self.server.stdout.readline()

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from whylab import look, proc, running, wait_for
 
 SLEEP = "ready()\nimport time\ntime.sleep(600)"
@@ -76,7 +75,7 @@ def test_a_write_into_a_full_pipe_names_the_pipe_and_its_reader() -> None:
 
 def test_a_lock_file_leads_to_its_holder(tmp_path: Path) -> None:
     path = tmp_path / "cache.lock"
-    code = f"import fcntl\nf = open({str(path)!r}, 'w')\n%s\nfcntl.flock(f, fcntl.LOCK_EX)\n%s\nimport time\ntime.sleep(600)"
+    code = f"import fcntl\nf = open({str(path)!r}, 'w')\n%s\nfcntl.flock(f, fcntl.LOCK_EX)\n%s\nimport time\ntime.sleep(600)"  # noqa: E501
     with running(code % ("", "ready()")) as holder, running(code % ("ready()", "")) as waiter:
         wait_for(lambda: "lock" in Path(f"/proc/{waiter.pid}/wchan").read_text())
         snap = look(waiter.pid)
@@ -192,14 +191,24 @@ def test_the_ranks_of_a_launcher_are_one_job(tmp_path: Path) -> None:
     script.write_text(
         "import os, subprocess, sys, time\n"
         "for r in range(3):\n"
-        "    subprocess.Popen([sys.executable, 'train.py'], env={**os.environ, 'RANK': str(r), 'LOCAL_RANK': str(r), 'WORLD_SIZE': '3', 'HF_TOKEN': 'hf_secretsecret'})\n"
+        "    subprocess.Popen([sys.executable, 'train.py'], env={**os.environ, 'RANK': str(r), 'LOCAL_RANK': str(r), 'WORLD_SIZE': '3', 'HF_TOKEN': 'hf_secretsecret'})\n"  # noqa: E501
         "time.sleep(600)\n"
     )
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
-    p = subprocess.Popen([sys.executable, str(script), "--nproc_per_node=3", "train.py"], cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL)
+    p = subprocess.Popen(
+        [sys.executable, str(script), "--nproc_per_node=3", "train.py"],
+        cwd=tmp_path,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+    )
     try:
         children = Path(f"/proc/{p.pid}/task/{p.pid}/children")
-        wait_for(lambda: len(children.read_text().split()) == 3 and all(b"train" in Path(f"/proc/{c}/cmdline").read_bytes() for c in children.read_text().split()))
+        wait_for(
+            lambda: (
+                len(children.read_text().split()) == 3
+                and all(b"train" in Path(f"/proc/{c}/cmdline").read_bytes() for c in children.read_text().split())
+            )
+        )
         ranks = sorted(int(c) for c in children.read_text().split())
         whole, one = look(p.pid), look(ranks[1])
     finally:
@@ -207,7 +216,9 @@ def test_the_ranks_of_a_launcher_are_one_job(tmp_path: Path) -> None:
         p.wait()
     for snap in (whole, one):
         assert snap["job"]["launcher"] == p.pid
-        assert [(r["pid"], r["rank"], r["by"]) for r in snap["job"]["ranks"]] == [(pid, i, "env") for i, pid in enumerate(ranks)]
+        assert [(r["pid"], r["rank"], r["by"]) for r in snap["job"]["ranks"]] == [
+            (pid, i, "env") for i, pid in enumerate(ranks)
+        ]
         assert (snap["job"]["world_size"], snap["job"]["launcher_nproc"]) == (3, 3)
     assert "hf_secretsecret" not in str(whole), "secrets are not on the list of names"
 
@@ -228,7 +239,7 @@ def test_a_name_and_a_directory_and_nothing_find_the_trainer(tmp_path: Path) -> 
 
 
 def test_five_hundred_threads_are_read_in_time() -> None:
-    code = "import threading, time\ne = threading.Event()\nfor _ in range(500):\n    threading.Thread(target=e.wait, daemon=True).start()\nready()\ntime.sleep(600)"
+    code = "import threading, time\ne = threading.Event()\nfor _ in range(500):\n    threading.Thread(target=e.wait, daemon=True).start()\nready()\ntime.sleep(600)"  # noqa: E501
     with running(code) as p:
         began = time.monotonic()
         snap = look(p.pid)
@@ -236,12 +247,15 @@ def test_five_hundred_threads_are_read_in_time() -> None:
     seen = proc(snap, p.pid)
     assert len(seen["threads"]) + seen["threads_left_out"] == 501
     assert len(seen["threads"]) >= 200
-    assert len({t["syscall"]["uaddr"] for t in seen["threads"].values() if (t["syscall"] or {}).get("name") == "futex"}) > 100
+    assert (
+        len({t["syscall"]["uaddr"] for t in seen["threads"].values() if (t["syscall"] or {}).get("name") == "futex"})
+        > 100
+    )
 
 
 def test_five_thousand_descriptors_are_bounded_and_in_time(tmp_path: Path) -> None:
     (tmp_path / "data.bin").write_bytes(b"x" * 8192)
-    code = "import os, sys, resource, time\nresource.setrlimit(resource.RLIMIT_NOFILE, (6000, 6000))\nfor _ in range(5000): os.open(sys.argv[1], os.O_RDONLY)\nready()\ntime.sleep(600)"
+    code = "import os, sys, resource, time\nresource.setrlimit(resource.RLIMIT_NOFILE, (6000, 6000))\nfor _ in range(5000): os.open(sys.argv[1], os.O_RDONLY)\nready()\ntime.sleep(600)"  # noqa: E501
     with running(code, str(tmp_path / "data.bin")) as p:
         began = time.monotonic()
         snap = look(p.pid)
@@ -256,7 +270,7 @@ def test_five_thousand_descriptors_are_bounded_and_in_time(tmp_path: Path) -> No
 def test_a_data_file_shows_position_and_cache_share(tmp_path: Path) -> None:
     for i in range(6):
         (tmp_path / f"data_{i}.pt").write_bytes(os.urandom(1 << 20))
-    code = "import os, sys\nf = os.open(sys.argv[1], os.O_RDONLY)\nos.read(f, 300000)\nready()\nimport time\ntime.sleep(600)"
+    code = "import os, sys\nf = os.open(sys.argv[1], os.O_RDONLY)\nos.read(f, 300000)\nready()\nimport time\ntime.sleep(600)"  # noqa: E501
     with running(code, str(tmp_path / "data_3.pt")) as p:
         snap = look(p.pid)
     held = next(f for f in proc(snap, p.pid)["fds"].values() if f["path"].endswith("data_3.pt"))
@@ -271,7 +285,11 @@ def test_a_data_file_shows_position_and_cache_share(tmp_path: Path) -> None:
     assert mount["statvfs"]["size"] > 0
 
 
-@pytest.mark.parametrize("body", [b"\r".join(b"%d%%" % i for i in range(100)), bytes(range(256)) * 4096, b""], ids=["carriage returns", "binary", "empty"])
+@pytest.mark.parametrize(
+    "body",
+    [b"\r".join(b"%d%%" % i for i in range(100)), bytes(range(256)) * 4096, b""],
+    ids=["carriage returns", "binary", "empty"],
+)
 def test_any_bytes_of_a_log_are_carried_as_they_are(body: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     path.write_bytes(body)

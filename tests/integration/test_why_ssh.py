@@ -15,13 +15,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from whylab import running, wait_for
 
 from eyas.why import command, remote
 from eyas.why.target import parse
-from whylab import running, wait_for
 
 SLEEP = "ready()\nimport time\ntime.sleep(600)"
-TOOLS = "cat tr od tail head ls sleep date uname id getconf readlink wc stat sh".split()
+TOOLS = (
+    "cat",
+    "tr",
+    "od",
+    "tail",
+    "head",
+    "ls",
+    "sleep",
+    "date",
+    "uname",
+    "id",
+    "getconf",
+    "readlink",
+    "wc",
+    "stat",
+    "sh",
+)
 
 
 def free_port() -> int:
@@ -39,15 +55,34 @@ class Sshd:
         for name in ("host", "user"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / name)], check=True)
         shutil.copy(place / "user.pub", place / "authorized")
-        server = [f"Port {self.port}", "ListenAddress 127.0.0.1", f"HostKey {place}/host", f"AuthorizedKeysFile {place}/authorized", "StrictModes no", "UsePAM no",
-                  f"PidFile {place}/pid", "PermitRootLogin yes", "Subsystem sftp internal-sftp", *lines]  # fmt: skip
-        client = ["Host testhost", "  HostName 127.0.0.1", f"  Port {self.port}", f"  IdentityFile {place}/user", "  IdentitiesOnly yes", "  StrictHostKeyChecking no",
-                  f"  UserKnownHostsFile {place}/known"]  # fmt: skip
+        server = [
+            f"Port {self.port}",
+            "ListenAddress 127.0.0.1",
+            f"HostKey {place}/host",
+            f"AuthorizedKeysFile {place}/authorized",
+            "StrictModes no",
+            "UsePAM no",
+            f"PidFile {place}/pid",
+            "PermitRootLogin yes",
+            "Subsystem sftp internal-sftp",
+            *lines,
+        ]
+        client = [
+            "Host testhost",
+            "  HostName 127.0.0.1",
+            f"  Port {self.port}",
+            f"  IdentityFile {place}/user",
+            "  IdentitiesOnly yes",
+            "  StrictHostKeyChecking no",
+            f"  UserKnownHostsFile {place}/known",
+        ]
         (place / "sshd_config").write_text("\n".join(server) + "\n")
         (place / "ssh_config").write_text("\n".join(client) + "\n")
         Path("/run/sshd").mkdir(exist_ok=True)
         with (place / "sshd.log").open("wb") as log:
-            self.process = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e", "-f", str(place / "sshd_config")], stderr=log, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                ["/usr/sbin/sshd", "-D", "-e", "-f", str(place / "sshd_config")], stderr=log, stdin=subprocess.DEVNULL
+            )
         wait_for(self.up)
 
     def up(self) -> bool:
@@ -59,7 +94,12 @@ class Sshd:
         return f"ssh -F {self.place}/ssh_config"
 
     def close(self) -> None:
-        subprocess.run([*remote.ssh_command("testhost")[:-2], "-O", "exit", "testhost"], capture_output=True, env={**os.environ, "EYAS_SSH": self.ssh}, check=False)
+        subprocess.run(
+            [*remote.ssh_command("testhost")[:-2], "-O", "exit", "testhost"],
+            capture_output=True,
+            env={**os.environ, "EYAS_SSH": self.ssh},
+            check=False,
+        )
         self.process.kill()
         self.process.wait()
 
@@ -97,7 +137,9 @@ def test_a_process_of_another_host_is_seen_like_one_here(sshd: Any, tmp_path: Pa
         snap = command.look(parse(f"testhost:{p.pid}"), 20.0)
         took = time.monotonic() - began
         second = command.look(parse("testhost:" + str(tmp_path / "train.log")), 20.0)
-    assert took < (8 if os.getloadavg()[0] <= 2 * (os.cpu_count() or 1) else 60), "within 8 s on a host that is not swamped"
+    assert took < (8 if os.getloadavg()[0] <= 2 * (os.cpu_count() or 1) else 60), (
+        "within 8 s on a host that is not swamped"
+    )
     assert (snap["meta"]["via"], snap["target"]["host"], snap["target"]["pid"]) == ("ssh", "testhost", p.pid)
     assert base64.b64decode(snap["logs"][0]["tail"]["b64"]) == b"step 3\n"
     assert abs(snap["meta"]["clock_offset_s"]) < 3, "the same clock"
@@ -106,7 +148,9 @@ def test_a_process_of_another_host_is_seen_like_one_here(sshd: Any, tmp_path: Pa
 
 def test_noise_of_a_login_shell_is_not_taken_for_the_answer(sshd: Any, tmp_path: Path) -> None:
     noisy = tmp_path / "noisy"
-    noisy.write_text('echo "@@eyas x 2"; echo "{}"; echo WELCOME; echo careful >&2; eval "$SSH_ORIGINAL_COMMAND"; echo bye\n')
+    noisy.write_text(
+        'echo "@@eyas x 2"; echo "{}"; echo WELCOME; echo careful >&2; eval "$SSH_ORIGINAL_COMMAND"; echo bye\n'
+    )
     sshd(f"ForceCommand /bin/sh {noisy}")
     with running(SLEEP) as p:
         snap = command.look(parse(f"testhost:{p.pid}"), 20.0)
@@ -145,19 +189,25 @@ def test_without_any_python_the_shell_collector_gives_a_reduced_snapshot(sshd: A
     assert snap["not_visible"]
 
 
-def test_the_other_host_keeps_no_trace(sshd: Any, tmp_path: Path) -> None:
+def test_the_other_host_keeps_no_trace(sshd: Any) -> None:
     sshd()
     home = Path.home()
-    before = {path.name for path in home.iterdir()} | {path.name for path in Path("/tmp").iterdir() if path.name.startswith("eyas")}
+    before = {path.name for path in home.iterdir()} | {
+        path.name for path in Path("/tmp").iterdir() if path.name.startswith("eyas")
+    }
     with running(SLEEP) as p:
         command.look(parse(f"testhost:{p.pid}"), 20.0)
-    after = {path.name for path in home.iterdir()} | {path.name for path in Path("/tmp").iterdir() if path.name.startswith("eyas")}
+    after = {path.name for path in home.iterdir()} | {
+        path.name for path in Path("/tmp").iterdir() if path.name.startswith("eyas")
+    }
     assert after - before <= {f"eyas-{os.getuid()}"}, "but our own end's control socket"
     place = Path(remote.control_path() or "/").parent
     assert place.stat().st_mode & 0o077 == 0
 
 
-def test_a_host_that_refuses_is_unreachable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_refuses_is_unreachable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("EYAS_SSH", f"ssh -F /dev/null -p {free_port()}")
     assert command.run_why("127.0.0.1:77") == 69
     said = capsys.readouterr().err
@@ -196,7 +246,7 @@ def test_a_wrong_key_is_a_host_that_cannot_be_reached(sshd: Any, capsys: pytest.
     assert "Permission denied" in capsys.readouterr().err
 
 
-def test_an_option_in_the_place_of_a_host_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_in_the_place_of_a_host_starts_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     assert command.run_why(f"-oProxyCommand=touch {mark}:77") == 64
     assert command.run_ps(f"-oProxyCommand=touch {mark}") == 64

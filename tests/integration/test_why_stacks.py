@@ -1,4 +1,4 @@
-"""`--stacks` and `--deep`: more is seen, the target goes on as before, and nothing waits for a target that cannot answer."""
+"""`--stacks` and `--deep`: more is seen, the target goes on as before, and nobody waits for one that cannot answer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from whylab import look, running, wait_for
 
 from eyas.why.command import _py_spy
-from whylab import look, running, wait_for
 
 BUSY = """
     import time
@@ -28,7 +28,9 @@ needs_py_spy = pytest.mark.skipif(not shutil.which(PY_SPY), reason="py-spy is an
 
 def state(pid: int) -> tuple[str, str]:
     text = Path(f"/proc/{pid}/status").read_text()
-    return next(line.split()[1] for line in text.splitlines() if line.startswith("State")), next(line.split()[1] for line in text.splitlines() if line.startswith("TracerPid"))
+    return next(line.split()[1] for line in text.splitlines() if line.startswith("State")), next(
+        line.split()[1] for line in text.splitlines() if line.startswith("TracerPid")
+    )
 
 
 @needs_py_spy

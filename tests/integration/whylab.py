@@ -18,14 +18,20 @@ Snapshot = dict[str, Any]
 
 
 @contextmanager
-def running(code: str, *argv: str, stdout: Any = None, cwd: Path | None = None, prefix: tuple[str, ...] = (), **more: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python process that runs `code`; it is ready when it has closed the pipe `ready` (by the function of that name)."""
+def running(
+    code: str, *argv: str, stdout: Any = None, cwd: Path | None = None, prefix: tuple[str, ...] = (), **more: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process that runs `code`; it is ready when it has called `ready()`."""
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
     head = f"import os\ndef ready():\n    os.write({writer}, b'x'); os.close({writer})\n"
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-c", head + textwrap.dedent(code), *argv], stdout=stdout if stdout is not None else subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, cwd=cwd, pass_fds=(writer,), **more
+        [*prefix, sys.executable, "-c", head + textwrap.dedent(code), *argv],
+        stdout=stdout if stdout is not None else subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=cwd,
+        pass_fds=(writer,),
+        **more,
     )
     os.close(writer)
     try:
@@ -39,9 +45,26 @@ def running(code: str, *argv: str, stdout: Any = None, cwd: Path | None = None, 
             process.wait(timeout=2)
 
 
-def look(value: int | str, kind: str = "pid", times: tuple[float, ...] = (0.0, 0.25, 0.6), timeout: float = 20.0, **request: Any) -> Snapshot:
+def look(
+    value: int | str,
+    kind: str = "pid",
+    times: tuple[float, ...] = (0.0, 0.25, 0.6),
+    timeout: float = 20.0,
+    **request: Any,
+) -> Snapshot:
     """The probe's snapshot, with samples closer together than a user's."""
-    return remote.ask({"kind": kind, "value": value, "asked": str(value), "host": None, "mode": "why", "times": list(times), **request}, timeout)
+    return remote.ask(
+        {
+            "kind": kind,
+            "value": value,
+            "asked": str(value),
+            "host": None,
+            "mode": "why",
+            "times": list(times),
+            **request,
+        },
+        timeout,
+    )
 
 
 def proc(snap: Snapshot, pid: int, sample: int = -1) -> dict[str, Any]:

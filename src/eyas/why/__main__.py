@@ -25,10 +25,18 @@ def main(words: list[str] | None = None) -> int:
         given = parser.parse_args(words[1:])
         return run_ps(given.host, json_out=given.json, timeout=given.timeout)
     parser = Parser(prog="eyas why", description="What is this silent process doing?")
-    parser.add_argument("target", nargs="?", help="PID, name, host:PID, host:name, @gpu0, log file, run directory, slurm:JOB, or nothing")
+    parser.add_argument(
+        "target",
+        nargs="?",
+        help="PID, name, host:PID, host:name, @gpu0, log file, run directory, slurm:JOB, or nothing",
+    )
     parser.add_argument("--json", action="store_true", help="the answer as JSON (schema in docs/why.md)")
-    parser.add_argument("--stacks", action="store_true", help="add Python stacks by py-spy, without pausing the process")
-    parser.add_argument("--deep", action="store_true", help="add native stacks and two seconds of strace; this does pause the process")
+    parser.add_argument(
+        "--stacks", action="store_true", help="add Python stacks by py-spy, without pausing the process"
+    )
+    parser.add_argument(
+        "--deep", action="store_true", help="add native stacks and two seconds of strace; this does pause the process"
+    )
     parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="give up after S seconds (default 10)")
     parser.add_argument("--log", metavar="FILE", help="the log, if it is not the process's own output")
     parser.add_argument("--fail-on", metavar="STATE", help="exit non-zero for these states only, e.g. stuck,failed")
@@ -36,9 +44,16 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--save", metavar="FILE", help="keep the snapshot, redacted")
     given = parser.parse_args(words)
     return run_why(
-        given.target, json_out=given.json, stacks=given.stacks, deep=given.deep, timeout=given.timeout, log=given.log,
-        fail_on=given.fail_on, replay=given.replay, save=given.save,
-    )  # fmt: skip
+        given.target,
+        json_out=given.json,
+        stacks=given.stacks,
+        deep=given.deep,
+        timeout=given.timeout,
+        log=given.log,
+        fail_on=given.fail_on,
+        replay=given.replay,
+        save=given.save,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`eyas why` and `eyas ps`: from the words on the command line to an exit code.
 
-    0 healthy, quiet or finished · 1 slow · 2 stuck or failed · 3 unknown · 64 usage · 69 host unreachable · 77 no permission · 124 deadline
+0 healthy, quiet or finished · 1 slow · 2 stuck or failed · 3 unknown
+64 usage · 69 host unreachable · 77 no permission · 124 deadline
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ def run_ps(host: str | None = None, *, json_out: bool = False, timeout: float = 
     try:
         request = {"mode": "ps", "kind": "search", "times": [0.0, 1.0], "soft_s": min(4.5, max(1.5, timeout - 0.4))}
         listing = remote.ask(request, timeout, check_host(host) if host else None)
-        print(json.dumps(listing, indent=2) if json_out else render_ps(listing, shutil.get_terminal_size((140, 40)).columns))
+        print(
+            json.dumps(listing, indent=2)
+            if json_out
+            else render_ps(listing, shutil.get_terminal_size((140, 40)).columns)
+        )
     except EyasError as error:
         return _complain(error)
     except BrokenPipeError:
@@ -104,7 +109,9 @@ def _fail_on(words: str | None) -> set[str] | None:
     states = {word.strip() for word in words.split(",") if word.strip()}
     wrong = sorted(states - set(EXIT))
     if wrong or not states:
-        raise UsageError(f"--fail-on {words}: no such state {', '.join(wrong) or words!r}; give one or more of {', '.join(EXIT)}")
+        raise UsageError(
+            f"--fail-on {words}: no such state {', '.join(wrong) or words!r}; give one or more of {', '.join(EXIT)}"
+        )
     return states
 
 
@@ -139,9 +146,12 @@ def _check_wall(snapshot: dict[str, Any]) -> None:
     if target["exists"] or any(e.get("tail") for e in snapshot["logs"]):
         return
     if target["kind"] in ("log", "run_dir") and denied:
-        raise NoPermission(f"{denied[0]} cannot be read by {meta.get('user') or meta.get('uid')}; ask as its owner, or with sudo")
+        raise NoPermission(
+            f"{denied[0]} cannot be read by {meta.get('user') or meta.get('uid')}; ask as its owner, or with sudo"
+        )
     if target["kind"] == "pid" and meta.get("hidepid") and not meta.get("root"):
-        raise NoPermission(f"process {target['pid']} is hidden from {meta.get('user') or meta.get('uid')} on this host (hidepid); use sudo eyas why {target['pid']}")
+        who = meta.get("user") or meta.get("uid")
+        raise NoPermission(f"process {target['pid']} is hidden from {who} on this host (hidepid); ask with sudo")
 
 
 def _color() -> bool:
@@ -153,7 +163,12 @@ def _color() -> bool:
 
 def _complain(error: EyasError) -> int:
     print(f"eyas: {error}", file=sys.stderr)
-    for kind, code in ((UsageError, USAGE), (remote.HostUnreachable, UNREACHABLE), (NoPermission, NO_PERMISSION), (remote.DeadlinePassed, DEADLINE)):
+    for kind, code in (
+        (UsageError, USAGE),
+        (remote.HostUnreachable, UNREACHABLE),
+        (NoPermission, NO_PERMISSION),
+        (remote.DeadlinePassed, DEADLINE),
+    ):
         if isinstance(error, kind):
             return code
     return 3

@@ -1,12 +1,13 @@
 """Look at one training job from outside and print what is there: one JSON object, described in docs/why-snapshot.md.
 
-This file runs alone (standard library, Python >= 3.6), here or piped to an interpreter on another host. It decides nothing about
-the job; it only looks, and it must never hang, never disturb and never write: no ptrace, no signal to anybody but its own children,
-no file created. The rules that keep the promise:
+This file runs alone (standard library, Python >= 3.6), here or piped to an interpreter on another host. It decides
+nothing about the job; it only looks, and it must never hang, never disturb and never write: no ptrace, no signal to
+anybody but its own children, no file created. The rules that keep the promise:
 
 - Cheap and safe reads (stat, status, wchan, syscall, schedstat, io, fd links) are sampled three times, in one child.
-- Everything that can block for ever (cmdline, environ, maps, any touch of a file system, NVML) runs in a `Courier`: a forked child
-  that sends results one by one. An item that stays silent past its deadline is recorded, its child abandoned, the rest goes on.
+- Everything that can block for ever (cmdline, environ, maps, any touch of a file system, NVML) runs in a `Courier`: a
+  forked child that sends results one by one. An item that stays silent past its deadline is recorded, its child
+  abandoned, the rest goes on.
 - All reads are bounded. A budget of time and counts stands over every loop that depends on the size of the host.
 
 Sections: reads · couriers · syscalls · processes · sampling · who is the target · identity · files · logs and outputs ·
@@ -26,6 +27,10 @@ import stat as stat_mod
 import struct
 import sys
 import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing would cost more than a sample
+    from typing import Any
 
 SCHEMA = "eyas.snapshot/1"
 PS_SCHEMA = "eyas.ps/1"
@@ -104,15 +109,15 @@ def why_not(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, str(error))
 
 
-# -------------------------------------------------------------------------------------------------------------- couriers
+# ------------------------------------------------------------------------------------------------------------- couriers
 
 
 class Courier(object):
-    """Runs `fn(item)` for each item in a forked child and collects the answers; an item may hang without anybody waiting.
+    """Runs `fn(item)` for each item in a forked child and collects the answers; an item may hang, and nobody waits.
 
-    Before each item the child sends "begin i", afterwards its result. When an item is silent for `each` seconds the child is killed
-    and abandoned (a child in D state stays; nobody waits for it), the item goes to `timed_out`, and a fresh child takes up the rest,
-    without the items for which `skip` now says yes. Answers are kept in `out[item index]`.
+    Before each item the child sends "begin i", afterwards its result. When an item is silent for `each` seconds the
+    child is killed and abandoned (a child in D state stays), the item goes to `timed_out`, and a fresh child takes up
+    the rest, without the items for which `skip` now says yes. Answers are kept in `out[item index]`.
     """
 
     live = []       # type: list[Courier]
@@ -120,8 +125,8 @@ class Courier(object):
 
     def __init__(self, name, items, fn, each=CHEAP_CALL_S, blame=None, skip=None, before=None, restarts=3):
         # type: (str, list, object, float, object, object, object, int) -> None
-        self.name, self.items, self.fn, self.each = name, items, fn, each
-        self.blame, self.skip, self.before, self.restarts = blame, skip, before, restarts
+        self.name, self.items, self.each, self.restarts = name, items, each, restarts
+        self.fn, self.blame, self.skip, self.before = fn, blame, skip, before  # type: Any, Any, Any, Any
         self.out = {}  # type: dict
         self.errors = {}  # type: dict
         self.current, self.since = -1, time.monotonic()
@@ -220,7 +225,9 @@ class Courier(object):
             time.sleep(0.0005)
 
     def stalled(self) -> bool:
-        """Past its deadline, and not just for want of a CPU: a runnable child on a loaded host gets more time (until all are dismissed)."""
+        """Past its deadline, and not just for want of a CPU: a runnable child on a loaded host gets more time (until
+        all are dismissed).
+        """
         self._take()
         if self.done or self.current < 0 or time.monotonic() - self.since <= self.each:
             return False
@@ -239,7 +246,7 @@ class Courier(object):
             item = self.items[self.current]
             seen = stat_of(self.pid)
             entry = {"probe": self.name, "pid": None, "path": None, "after_s": round(time.monotonic() - self.since, 2),
-                     "state": seen["state"] if seen else None, "wchan": wchan_of(self.pid)}
+                     "state": seen["state"] if seen else None, "wchan": wchan_of(self.pid)}  # type: dict
             entry.update(self.blame(item) if self.blame else {})
             Courier.timed_out.append(entry)
         following = self.current + 1
@@ -262,13 +269,15 @@ class Courier(object):
 
     @staticmethod
     def pump(until: float, wanted: "list | None" = None, ready=None) -> None:  # type: ignore[no-untyped-def]
-        """Move all couriers on until the wanted ones (default: all) are done, `ready()` says so, or the time has come."""
+        """Move all couriers on until the wanted ones (default: all) are done, `ready()` says so, or the time has come.
+        """
         while True:
             now = time.monotonic()
             for courier in list(Courier.live):
                 if courier.current >= 0 and now - courier.since > courier.each and courier.stalled():
                     courier.expire(False)
-            if now >= until or (ready() if ready else all(c.done for c in (wanted if wanted is not None else Courier.live))):
+            if now >= until or (ready() if ready else all(c.done for c in (wanted if wanted is not None
+                else Courier.live))):
                 return
             poller = select.poll()
             for courier in Courier.live:
@@ -286,7 +295,7 @@ class Courier(object):
             courier.expire(True)
 
 
-def collect(name, items, fn, until, **more):  # type: ignore[no-untyped-def]
+def collect(name: str, items: list, fn: "Any", until: float, **more: "Any") -> list:
     """A courier that is waited for; answers in the order of the items (None where there is none)."""
     courier = Courier(name, items, fn, **more)
     Courier.pump(until, [courier])
@@ -295,7 +304,7 @@ def collect(name, items, fn, until, **more):  # type: ignore[no-untyped-def]
     return [courier.out.get(index) for index in range(len(items))]
 
 
-# -------------------------------------------------------------------------------------------------------------- syscalls
+# ------------------------------------------------------------------------------------------------------------- syscalls
 
 _X86 = (
     "read write open close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask "
@@ -373,9 +382,12 @@ _COMMON_424 += (
 )
 
 FD_CALLS = frozenset((
-    "read write pread64 pwrite64 readv writev preadv pwritev preadv2 pwritev2 ioctl fsync fdatasync flock fcntl recvfrom sendto "
-    "recvmsg sendmsg recvmmsg sendmmsg accept accept4 connect epoll_wait epoll_pwait epoll_pwait2 getdents getdents64 fstat lseek "
-    "ftruncate fallocate sendfile splice sync_file_range io_uring_enter shutdown syncfs close copy_file_range fadvise64 readahead"
+    "read write pread64 pwrite64 readv writev preadv pwritev preadv2 pwritev2 ioctl fsync fdatasync flock fcntl "
+    "recvfrom sendto "
+    "recvmsg sendmsg recvmmsg sendmmsg accept accept4 connect epoll_wait epoll_pwait epoll_pwait2 getdents "
+    "getdents64 fstat lseek "
+    "ftruncate fallocate sendfile splice sync_file_range io_uring_enter shutdown syncfs close copy_file_range "
+    "fadvise64 readahead"
 ).split())
 FUTEX_OPS = {0: "wait", 6: "lock_pi", 9: "wait_bitset", 11: "wait_requeue_pi", 13: "lock_pi"}
 
@@ -439,7 +451,7 @@ def parse_syscall(blob: bytes, names: "dict | None" = None) -> "dict | None":
     return call
 
 
-# ------------------------------------------------------------------------------------------------------------- processes
+# ------------------------------------------------------------------------------------------------------------ processes
 
 STATUS_KEYS = ("VmRSS", "VmSwap", "VmHWM", "RssAnon", "RssFile", "RssShmem")
 
@@ -453,10 +465,14 @@ def parse_stat(blob: bytes) -> "dict | None":
     if len(f) < 37:
         return None
     return {
-        "comm": blob[blob.index(b"(") + 1:end].decode("utf-8", "replace"), "state": f[0].decode(), "ppid": int(f[1]), "pgrp": int(f[2]),
-        "session": int(f[3]), "tty": int(f[4]), "tpgid": int(f[5]), "flags": int(f[6]), "minflt": int(f[7]), "majflt": int(f[9]),
-        "utime": int(f[11]) / TICK, "stime": int(f[12]) / TICK, "cutime": int(f[13]) / TICK, "cstime": int(f[14]) / TICK,
-        "nice": int(f[16]), "threads": int(f[17]), "starttime": int(f[19]) / TICK, "vsize": int(f[20]), "rss": int(f[21]) * PAGE,
+        "comm": blob[blob.index(b"(") + 1:end].decode("utf-8", "replace"), "state": f[0].decode(), "ppid": int(f[1]),
+        "pgrp": int(f[2]),
+        "session": int(f[3]), "tty": int(f[4]), "tpgid": int(f[5]), "flags": int(f[6]), "minflt": int(f[7]),
+        "majflt": int(f[9]),
+        "utime": int(f[11]) / TICK, "stime": int(f[12]) / TICK, "cutime": int(f[13]) / TICK,
+        "cstime": int(f[14]) / TICK,
+        "nice": int(f[16]), "threads": int(f[17]), "starttime": int(f[19]) / TICK, "vsize": int(f[20]),
+        "rss": int(f[21]) * PAGE,
         "processor": int(f[36]), "blkio_s": int(f[39]) / TICK if len(f) > 39 else None,
         "exit_code": int(f[49]) if len(f) > 49 else None}
 
@@ -471,14 +487,15 @@ def stat_of(pid: int) -> "dict | None":
 def wchan_of(pid: int, tid: "int | None" = None) -> "str | None":
     """The kernel function a thread sleeps in; "0" means running *or* hidden, so it is no answer."""
     try:
-        name = slurp("/proc/%d/wchan" % pid if tid is None else "/proc/%d/task/%d/wchan" % (pid, tid), 128).decode("utf-8", "replace")
+        name = slurp("/proc/%d/wchan" % pid if tid is None else "/proc/%d/task/%d/wchan" % (pid, tid),
+                     128).decode("utf-8", "replace")
     except OSError:
         return None
     return name if name and name != "0" else None
 
 
 def parse_status(blob: bytes) -> dict:
-    found = {}
+    found = {}  # type: dict
     for line in blob.decode("utf-8", "replace").splitlines():
         key, _, value = line.partition(":")
         value = value.strip()
@@ -511,9 +528,12 @@ def link_kind(target: str) -> str:
     """What a descriptor is, from the text of its link alone."""
     if target.startswith("/"):
         if target.startswith("/dev/"):
-            for prefix, kind in (("/dev/pts/", "tty"), ("/dev/tty", "tty"), ("/dev/console", "tty"), ("/dev/shm/", "shm"),
-                                 ("/dev/nvidia", "nvidia"), ("/dev/null", "null"), ("/dev/zero", "null"), ("/dev/infiniband", "char"),
-                                 ("/dev/fuse", "char"), ("/dev/urandom", "char"), ("/dev/random", "char"), ("/dev/kfd", "char"),
+            for prefix, kind in (("/dev/pts/", "tty"), ("/dev/tty", "tty"), ("/dev/console", "tty"),
+                                 ("/dev/shm/", "shm"),
+                                 ("/dev/nvidia", "nvidia"), ("/dev/null", "null"), ("/dev/zero", "null"),
+                                 ("/dev/infiniband", "char"),
+                                 ("/dev/fuse", "char"), ("/dev/urandom", "char"), ("/dev/random", "char"),
+                                 ("/dev/kfd", "char"),
                                  ("/dev/dri", "char")):
                 if target.startswith(prefix):
                     return kind
@@ -555,11 +575,14 @@ O_DIRECTORY = getattr(os, "O_DIRECTORY", 0o200000)
 
 
 def is_library(path: str) -> bool:
-    return ".so" in path[-16:] or path.endswith((".py", ".pyc", ".pyi")) or path.startswith(("/usr/lib/", "/lib/", "/proc/", "/sys/"))
+    return ".so" in path[-16:] or path.endswith((".py", ".pyc", ".pyi")) or path.startswith(("/usr/lib/", "/lib/",
+        "/proc/", "/sys/"))
 
 
 def read_fds(pid: int, full: bool, only: "set | None" = None, limit: int = MAX_FDS_EACH) -> "tuple[dict, int, int]":
-    """Open descriptors: (N -> facts, how many there are, how many were left out). `only`: the numbers worth a second look."""
+    """Open descriptors: (N -> facts, how many there are, how many were left out). `only`: the numbers worth a second
+    look.
+    """
     names = [int(n) for n in os.listdir("/proc/%d/fd" % pid)]
     names.sort()
     total, chosen = len(names), names
@@ -578,7 +601,7 @@ def read_fds(pid: int, full: bool, only: "set | None" = None, limit: int = MAX_F
         kind = link_kind(target)
         if not full and kind not in ("file", "shm"):
             continue
-        entry = {"path": target, "kind": kind}
+        entry = {"path": target, "kind": kind}  # type: dict
         if kind in ("file", "shm", "memfd"):
             if target.endswith(" (deleted)"):
                 entry["path"], entry["deleted"] = target[:-10], True
@@ -604,11 +627,12 @@ def read_fds(pid: int, full: bool, only: "set | None" = None, limit: int = MAX_F
     return found, total, total - len(chosen)
 
 
-# -------------------------------------------------------------------------------------------------------------- sampling
+# ------------------------------------------------------------------------------------------------------------- sampling
 
 
 class Sampler(object):
-    """One look at one process (`look`) and at the host (`host`); remembers what it may not read, so that it asks once."""
+    """One look at one process (`look`) and at the host (`host`); remembers what it may not read, so that it asks once.
+    """
 
     def __init__(self, want_fds: bool = True):
         self.denied = {}  # type: dict
@@ -629,8 +653,9 @@ class Sampler(object):
         if seen is None:
             return None
         denied = self.denied.setdefault(pid, set())
-        out = {"t": now, "stat": seen, "status": status, "io": None, "sched": None, "wchan": None, "syscall": None, "threads": {},
-               "threads_left_out": 0, "fds": {}}
+        out = {"t": now, "stat": seen, "status": status, "io": None, "sched": None, "wchan": None, "syscall": None,
+               "threads": {},
+               "threads_left_out": 0, "fds": {}}  # type: dict
         if "io" not in denied:
             try:
                 out["io"] = pairs(slurp(base + "io", 1024).decode())
@@ -651,8 +676,10 @@ class Sampler(object):
         if self.want_fds and "fd" not in denied:
             try:
                 first = pid not in self.files
-                out["fds"], out["fd_count"], out["fds_left_out"] = read_fds(pid, first, None if first else self.files[pid])
-                self.files.setdefault(pid, set()).update(int(n) for n, f in out["fds"].items() if f["kind"] in ("file", "shm"))
+                out["fds"], out["fd_count"], out["fds_left_out"] = read_fds(pid, first, None if first
+                                                                            else self.files[pid])
+                self.files.setdefault(pid, set()).update(int(n) for n, f in out["fds"].items() if f["kind"] in ("file",
+                    "shm"))
             except OSError as error:
                 self._deny(pid, "fd", error)
         return out
@@ -672,7 +699,7 @@ class Sampler(object):
             tids.sort(key=int)
             out["threads_left_out"] = len(tids) - room
             tids = tids[:room]
-        threads, paths = out["threads"], {}
+        threads, paths = out["threads"], {}  # type: dict, dict
         for tid in tids:
             here = base + tid
             try:
@@ -680,8 +707,10 @@ class Sampler(object):
                 end = blob.rindex(b")")
                 f = blob[end + 2:end + 400].split()
                 state = f[0].decode()
-                thread = {"comm": blob[blob.index(b"(") + 1:end].decode("utf-8", "replace"), "state": state, "utime": int(f[11]) / TICK,
-                          "stime": int(f[12]) / TICK, "cpu": int(f[36]), "majflt": int(f[9]), "wchan": None, "syscall": None}
+                thread = {"comm": blob[blob.index(b"(") + 1:end].decode("utf-8", "replace"), "state": state,
+                          "utime": int(f[11]) / TICK,
+                          "stime": int(f[12]) / TICK, "cpu": int(f[36]), "majflt": int(f[9]), "wchan": None,
+                          "syscall": None}  # type: dict
                 threads[tid] = thread
                 times = schedstat(here + "/schedstat")
                 if times:
@@ -702,7 +731,7 @@ class Sampler(object):
                         continue
                     thread["syscall"] = call
                     fd = call.get("fd") if call else None
-                    if fd is not None and fd >= 0 and len(paths) < 64 and "fd" not in denied:
+                    if call and fd is not None and fd >= 0 and len(paths) < 64 and "fd" not in denied:
                         if fd not in paths:
                             paths[fd] = readlink("/proc/%d/fd/%d" % (pid, fd))
                         if paths[fd]:
@@ -712,7 +741,7 @@ class Sampler(object):
 
     def host(self, index: int, known: "set[int]", members: "set[int]", keys: dict) -> dict:
         """Counters of the host and the cgroups, and processes born in the job since the last sample."""
-        born = {}
+        born = {}  # type: dict
         for pid in pids_now():
             if pid in known:
                 continue
@@ -726,14 +755,17 @@ class Sampler(object):
         return {"born": born, "host": host_counters(keys)}
 
 
-VMSTAT = ("oom_kill", "pswpin", "pswpout", "pgmajfault", "workingset_refault_file", "workingset_refault_anon", "workingset_refault", "pgpgin",
-          "pgpgout", "allocstall_normal", "allocstall_movable", "nr_dirty", "nr_writeback", "pgscan_direct", "pgsteal_kswapd")
+VMSTAT = ("oom_kill", "pswpin", "pswpout", "pgmajfault", "workingset_refault_file", "workingset_refault_anon",
+          "workingset_refault", "pgpgin",
+          "pgpgout", "allocstall_normal", "allocstall_movable", "nr_dirty", "nr_writeback", "pgscan_direct",
+          "pgsteal_kswapd")
 
 
 def host_counters(keys: dict) -> dict:
     """What moves on the host: paging, disks, pressure, load, memory, network, and the cgroups given."""
-    out = {"vmstat": pairs(text("/proc/vmstat"), VMSTAT), "disks": parse_diskstats(text("/proc/diskstats", 262144)), "pressure": {}, "load": None,
-           "mem": parse_meminfo(text("/proc/meminfo")), "net": {}, "cgroups": {}}
+    out = {"vmstat": pairs(text("/proc/vmstat"), VMSTAT), "disks": parse_diskstats(text("/proc/diskstats", 262144)),
+           "pressure": {}, "load": None,
+           "mem": parse_meminfo(text("/proc/meminfo")), "net": {}, "cgroups": {}}  # type: dict
     for name in ("cpu", "memory", "io"):
         pressure = parse_pressure(text("/proc/pressure/" + name))
         if pressure:
@@ -759,12 +791,14 @@ def parse_diskstats(blob: "str | None") -> dict:
         if len(f) < 14 or f[2].startswith(("loop", "ram", "zram")) or (f[3] == "0" and f[7] == "0"):
             continue
         found[f[2]] = {"reads": int(f[3]), "read_bytes": int(f[5]) * 512, "read_ms": int(f[6]), "writes": int(f[7]),
-                       "write_bytes": int(f[9]) * 512, "write_ms": int(f[10]), "in_flight": int(f[11]), "busy_ms": int(f[12]), "queue_ms": int(f[13])}
+                       "write_bytes": int(f[9]) * 512, "write_ms": int(f[10]), "in_flight": int(f[11]),
+                       "busy_ms": int(f[12]), "queue_ms": int(f[13])}
     return found
 
 
 def parse_meminfo(blob: "str | None") -> dict:
-    wanted = {"MemTotal": "total", "MemAvailable": "available", "MemFree": "free", "Cached": "cached", "Dirty": "dirty", "Writeback": "writeback",
+    wanted = {"MemTotal": "total", "MemAvailable": "available", "MemFree": "free", "Cached": "cached", "Dirty": "dirty",
+              "Writeback": "writeback",
               "SwapTotal": "swap_total", "SwapFree": "swap_free", "Shmem": "shmem"}
     return {wanted[k]: v * 1024 for k, v in pairs(blob, tuple(wanted)).items()}
 
@@ -776,27 +810,38 @@ def parse_pressure(blob: "str | None") -> "dict | None":
         if not parts or parts[0] not in ("some", "full"):
             continue
         values = dict(p.split("=") for p in parts[1:])
-        found[parts[0]] = {"avg10": float(values["avg10"]), "avg60": float(values["avg60"]), "avg300": float(values["avg300"]),
+        found[parts[0]] = {"avg10": float(values["avg10"]), "avg60": float(values["avg60"]),
+                           "avg300": float(values["avg300"]),
                            "total_us": int(values["total"])}
     return found or None
 
 
 # ---------------------------------------------------------------------------------------------------- who is the target
 
-LAUNCHER = re.compile(r"(^|/)(torchrun|torchelastic|accelerate|deepspeed|horovodrun|composer|mpirun|mpiexec(\.hydra)?|orterun|prterun|prted|orted|"
-                      r"hydra_pmi_proxy|srun|slurmstepd)$|torch\.distributed\.(run|launch)|accelerate\.commands\.launch|deepspeed\.launcher")
-WRAPPER = re.compile(r"(^|/)-?(ba|da|z|k|tc|c|fi)?sh$|(^|/)(uv|uvx|conda|mamba|micromamba|poetry|pdm|pipenv|hatch|rye|pixi|sudo|nohup|env|time|timeout|nice|"
-                     r"chrt|ionice|taskset|numactl|stdbuf|setsid|script|tini|dumb-init|docker-init|catatonit|singularity|apptainer|enroot|"
+LAUNCHER = re.compile(r"(^|/)(torchrun|torchelastic|accelerate|deepspeed|horovodrun|composer|mpirun|"
+                      r"mpiexec(\.hydra)?|orterun|prterun|prted|orted|"
+                      r"hydra_pmi_proxy|srun|slurmstepd)$|torch\.distributed\.(run|launch)|"
+                      r"accelerate\.commands\.launch|deepspeed\.launcher")
+WRAPPER = re.compile(r"(^|/)-?(ba|da|z|k|tc|c|fi)?sh$|(^|/)(uv|uvx|conda|mamba|micromamba|poetry|pdm|pipenv|hatch|"
+                     r"rye|pixi|sudo|nohup|env|time|timeout|nice|"
+                     r"chrt|ionice|taskset|numactl|stdbuf|setsid|script|tini|dumb-init|docker-init|catatonit|"
+                     r"singularity|apptainer|enroot|"
                      r"strace|screen|tmux(: server)?|make|xargs|parallel|unshare|setpriv|su|runuser|firejail|bwrap)$")
-COMPILER = re.compile(r"^(ptxas|cicc|nvcc|fatbinary|nvlink|ninja|cc1|cc1plus|cudafe\+\+|as|ld|lld|collect2|gcc|g\+\+|cc|c\+\+|clang|clang\+\+|triton\S*|"
+COMPILER = re.compile(r"^(ptxas|cicc|nvcc|fatbinary|nvlink|ninja|cc1|cc1plus|cudafe\+\+|as|ld|lld|collect2|gcc|g\+\+|"
+                      r"cc|c\+\+|clang|clang\+\+|triton\S*|"
                       r"x86_64-linux-gn\S*|aarch64-linux-g\S*|mlir\S*|hipcc)(-[\d.]+)?$")
-TRACKER = re.compile(r"wandb-core|wandb[-_]service|wandb-xpu|gpu_stats|wandb\.sdk|mlflow|tensorboard|trackio|comet|neptune|aim(hub)?\b|clearml")
+TRACKER = re.compile(r"wandb-core|wandb[-_]service|wandb-xpu|gpu_stats|wandb\.sdk|mlflow|tensorboard|trackio|comet|"
+                     r"neptune|aim(hub)?\b|clearml")
 PROBER = re.compile(r"^(nvidia-smi|nvtop|gpustat|py-spy|strace|htop|top|dcgm\S*|nvitop)$")
-TRAIN = re.compile(r"(^|[/ ._-])(pre|post)?(train|trainer|training|finetune|fine[-_]tune|finetuning|pretrain|sft|dpo|grpo|ppo|rlhf|distill|lora|learn|fit)"
-                   r"([/ ._-]|$)|torchrun|torch\.distributed|accelerate|deepspeed|lightning|axolotl|llamafactory|megatron|nanogpt|nanochat|speculators|"
+TRAIN = re.compile(r"(^|[/ ._-])(pre|post)?(train|trainer|training|finetune|fine[-_]tune|finetuning|pretrain|sft|dpo|"
+                   r"grpo|ppo|rlhf|distill|lora|learn|fit)"
+                   r"([/ ._-]|$)|torchrun|torch\.distributed|accelerate|deepspeed|lightning|axolotl|llamafactory|"
+                   r"megatron|nanogpt|nanochat|speculators|"
                    r"specforge|run_(clm|mlm|glue|qa|ner|seq2seq)|trl\b|eyas\b.*\btrain", re.I)
-SECRET = re.compile(r"(api[_-]?key|access[_-]?key|secret|passw|credential|auth(?!or)|(^|[^a-z])token$|_token\b|(^|[_-])key$)", re.I)
-SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|AKIA[A-Z0-9]{8,}|xox[abp]-[\w-]+|"
+SECRET = re.compile(r"(api[_-]?key|access[_-]?key|secret|passw|credential|auth(?!or)|(^|[^a-z])token$|_token\b|(^|"
+                    r"[_-])key$)", re.I)
+SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|AKIA[A-Z0-9]{8,}|"
+                          r"xox[abp]-[\w-]+|"
                           r"glpat-[\w-]+|ey[JK][A-Za-z0-9_-]{20,}\.[\w.-]+)|(?<=://)[^/@\s]+(?=@)|\b[0-9a-f]{40}\b")
 
 
@@ -828,7 +873,8 @@ def read_cmdline(pid: int) -> "list[str]":
 
 
 def is_python(args: "list[str]", comm: str) -> bool:
-    return bool(re.match(r"(python|pypy)[\d.]*$|pt_main_thread", os.path.basename(args[0]) if args else comm)) or comm.startswith(("python", "pt_main_thread"))
+    return bool(re.match(r"(python|pypy)[\d.]*$|pt_main_thread", os.path.basename(args[0]) if args
+                         else comm)) or comm.startswith(("python", "pt_main_thread"))
 
 
 def python_entry(args: "list[str]") -> "tuple[str | None, str | None, bool]":
@@ -889,7 +935,8 @@ class Table(object):
         return bool(self.rows[pid]["flags"] & 0x200000) or self.rows[pid]["vsize"] == 0 and self.rows[pid]["ppid"] == 2
 
     def read_commands(self, pids: "list[int]", until: float, each: float = 0.3) -> None:
-        todo = [p for p in pids if p in self.rows and p not in self.cmd and self.rows[p]["state"] not in "ZX" and not self.kernel(p)]
+        todo = [p for p in pids if p in self.rows and p not in self.cmd and self.rows[p]["state"] not in "ZX"
+                and not self.kernel(p)]
         if not todo:
             return
         for pid, args in zip(todo, collect("cmdline", todo, read_cmdline, until, each=each,
@@ -914,7 +961,7 @@ class Table(object):
         return found
 
     def ancestors(self, pid: int) -> "list[int]":
-        found = []
+        found = []  # type: list
         while pid in self.rows and self.rows[pid]["ppid"] > 0 and len(found) < 40:
             pid = self.rows[pid]["ppid"]
             found.append(pid)
@@ -925,7 +972,8 @@ class Table(object):
         if self.rows[pid]["comm"] == "slurmstepd":
             return True
         words = args[:1] + [a for a in args[1:4] if not a.startswith("-")]
-        return bool(args) and (any(LAUNCHER.search(w) for w in words[:2]) or " -m torch.distributed.run" in " " + " ".join(args[:4]))
+        return bool(args) and (any(LAUNCHER.search(w) for w in words[:2]) or " -m torch.distributed.run" in " "
+                               + " ".join(args[:4]))
 
     def wrapper(self, pid: int) -> bool:
         args = self.args(pid)
@@ -968,7 +1016,9 @@ class Table(object):
         return "other"
 
     def score(self, pid: int) -> "tuple[int, list[str]]":
-        """How much a process looks like a trainer, without touching its memory (maps are added for the few that matter)."""
+        """How much a process looks like a trainer, without touching its memory (maps are added for the few that
+        matter).
+        """
         line, points, why = self.line(pid), 0, []
         kind = self.kind(pid)
         if kind in ("compiler", "compile_worker", "resource_tracker", "tee", "prober", "tracker", "shell"):
@@ -988,8 +1038,10 @@ class Table(object):
         if points and self.rows[pid]["rss"] > 300 << 20:
             points += 10
             why.append("resident memory %.1f GB" % (self.rows[pid]["rss"] / 1e9))
-        if points and re.search(r"jupyter|ipykernel|language[_-]server|pylsp|vllm\.entrypoints|sglang\.launch_server|uvicorn|gunicorn|\bserve\b|http\.server|"
-                                r"unattended|networkd|fail2ban|/usr/(sbin|lib|share)/|\bpytest\b|\bpip3? install|/pip3?\b|\bmypy\b|\bruff\b", line):
+        if points and re.search(r"jupyter|ipykernel|language[_-]server|pylsp|vllm\.entrypoints|sglang\.launch_server|"
+                                r"uvicorn|gunicorn|\bserve\b|http\.server|"
+                                r"unattended|networkd|fail2ban|/usr/(sbin|lib|share)/|\bpytest\b|\bpip3? install|"
+                                r"/pip3?\b|\bmypy\b|\bruff\b", line):
             points -= 40
         if points and re.search(r"\beyas\b.*\b(why|ps)\b", line):
             points = 0
@@ -1102,7 +1154,8 @@ def pipe_peers(pids: "list[int]", until: float) -> dict:
     return found
 
 
-RANK_NAMES = (("RANK", "LOCAL_RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+RANK_NAMES = (("RANK", "LOCAL_RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+                                                     "OMPI_COMM_WORLD_SIZE"),
               ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"))
 
 
@@ -1111,16 +1164,18 @@ class Job(object):
 
     def __init__(self, table: Table, target: int, until: float):
         self.table, self.until, self.by = table, until, "children"
-        self.launcher, self.main = None, target  # type: int | None, int | None
+        self.launcher, self.main = None, target  # type: int | None, int
         self._find_main(target)
-        top = self.launcher if self.launcher in table.rows and table.rows[self.launcher]["comm"] != "slurmstepd" else self.main
+        ours = self.launcher in table.rows and table.rows[self.launcher]["comm"] != "slurmstepd"
+        top = self.launcher if ours else self.main
         members = [p for p in ([self.launcher] if self.launcher else []) + [self.main, target] if p in table.rows]
         for root in (self.launcher, top, self.main, target):
             if root in table.rows and (root == self.main or root != 1):
-                members += table.descendants(root)
-        members = [p for i, p in enumerate(members) if p not in members[:i] and p not in table.me and not (p in table.rows and table.kernel(p))]
+                members += table.descendants(root or 0)
+        members = [p for i, p in enumerate(members) if p not in members[:i] and p not in table.me
+                   and not (p in table.rows and table.kernel(p))]
         table.read_commands(members, until)
-        order = {"main": 0, "rank": 0, "launcher": 1, "fork": 2, "spawned": 2}
+        order = {"main": 0, "rank": 0, "launcher": 1, "fork": 2, "spawned": 2}  # type: dict
         self.kinds = {p: table.kind(p) for p in members}
         if self.main in self.kinds and self.kinds[self.main] != "launcher":
             self.kinds[self.main] = "main"
@@ -1128,7 +1183,8 @@ class Job(object):
         for pid in self.rank_pids:
             if pid != self.main:
                 self.kinds[pid] = "rank"
-        members.sort(key=lambda p: (p != self.main, p != target, order.get(self.kinds[p], 3), table.rows[p]["starttime"]))
+        members.sort(key=lambda p: (p != self.main, p != target, order.get(self.kinds[p], 3),
+                                    table.rows[p]["starttime"]))
         self.left_out = max(0, len(members) - MAX_MEMBERS)
         self.members = members[:MAX_MEMBERS]
 
@@ -1142,8 +1198,10 @@ class Job(object):
         for _ in range(8):  # a worker, compiler or tracker was named: its job is meant
             kind = table.kind(pid)
             parent = table.rows[pid]["ppid"]
-            if kind in ("fork", "spawned", "resource_tracker", "compile_worker", "compiler", "tracker", "prober") and parent > 1 and parent in table.rows \
-                    and (table.python(parent) or table.kind(parent) in ("fork", "spawned", "compiler", "compile_worker", "shell")):
+            if kind in ("fork", "spawned", "resource_tracker", "compile_worker", "compiler", "tracker",
+                        "prober") and parent > 1 and parent in table.rows \
+                    and (table.python(parent) or table.kind(parent) in ("fork", "spawned", "compiler", "compile_worker",
+                                                                        "shell")):
                 if table.launcher(parent):
                     break
                 pid = parent
@@ -1178,7 +1236,8 @@ class Job(object):
             if score > best_score and score > 0:
                 best, best_score = child, score
         if best_score < 0:
-            plain = [c for c in table.children.get(pid, ()) if c not in table.me and table.kind(c) not in ("tee", "tracker", "prober")]
+            plain = [c for c in table.children.get(pid, ()) if c not in table.me and table.kind(c) not in ("tee",
+                "tracker", "prober")]
             return plain[0] if len(plain) == 1 and not table.launcher(pid) else pid
         return best
 
@@ -1192,7 +1251,8 @@ class Job(object):
                 break
             if table.kind(pid) in ("shell", "launcher"):
                 stack.extend(table.children.get(pid, ()))
-            elif (table.python(pid) or pid == self.main) and self.kinds.get(pid) not in ("resource_tracker", "tracker", "compile_worker"):
+            elif (table.python(pid) or pid == self.main) and self.kinds.get(pid) not in ("resource_tracker", "tracker",
+                "compile_worker"):
                 found.append(pid)
         return found
 
@@ -1203,7 +1263,8 @@ class Job(object):
             entry = {"pid": pid, "rank": None, "local_rank": None, "by": "order"}
             for rank, local, size in RANK_NAMES:
                 if env.get(rank, "").isdigit():
-                    entry.update(rank=int(env[rank]), by="env", local_rank=int(env[local]) if env.get(local, "").isdigit() else None)
+                    entry.update(rank=int(env[rank]), by="env", local_rank=int(env[local]) if env.get(local,
+                        "").isdigit() else None)
                     world = int(env[size]) if env.get(size, "").isdigit() else world
                     break
             else:
@@ -1217,19 +1278,23 @@ class Job(object):
             for rank, local, size in RANK_NAMES[:3]:
                 if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
                     world = int(env[size])
-                    found.append({"pid": self.main, "rank": int(env[rank]), "local_rank": int(env[local]) if env.get(local, "").isdigit() else None,
+                    found.append({"pid": self.main, "rank": int(env[rank]), "local_rank": int(env[local])
+                                  if env.get(local, "").isdigit() else None,
                                   "by": "env"})
                     break
         return found, world
 
     def nproc(self) -> "int | None":
-        line = self.table.line(self.launcher) if self.launcher in self.table.rows else ""
-        match = re.search(r"(?:--nproc[-_]per[-_]node|--num[-_]processes|--num[-_]gpus|--ntasks|(?<!\S)-np|(?<!\S)-n)[= ]+(\d+)", line)
+        line = self.table.line(self.launcher or 0)
+        match = re.search(r"(?:--nproc[-_]per[-_]node|--num[-_]processes|--num[-_]gpus|--ntasks|(?<!\S)-np|"
+                          r"(?<!\S)-n)[= ]+(\d+)", line)
         return int(match.group(1)) if match else None
 
 
 def training_candidates(table: Table, until: float, minimum: int = 30) -> "list[tuple[int, int, list[str]]]":
-    """(pid, score, why) of the trainings on this host, one a job, the likeliest first; looks into maps and at GPU holders."""
+    """(pid, score, why) of the trainings on this host, one a job, the likeliest first; looks into maps and at GPU
+    holders.
+    """
     table.read_commands([p for p in table.rows if p not in table.me], until)
     me = os.getuid()
     mapped = [p for p in table.rows if p not in table.me and not table.kernel(p) and table.rows[p]["state"] not in "ZX"
@@ -1237,7 +1302,8 @@ def training_candidates(table: Table, until: float, minimum: int = 30) -> "list[
               and (table.python(p) or table.rows[p]["rss"] > 200 << 20) and (me == 0 or table.uid(p) == me)]
     mapped.sort(key=lambda p: -table.rows[p]["rss"])
     mapped = mapped[:150]
-    libs = dict(zip(mapped, collect("maps", mapped, libraries, until, each=0.4, blame=lambda p: {"pid": p, "path": "/proc/%d/maps" % p})))
+    libs = dict(zip(mapped, collect("maps", mapped, libraries, until, each=0.4, blame=lambda p: {"pid": p,
+        "path": "/proc/%d/maps" % p})))
     found = []
     for pid in table.rows:
         if pid in table.me or table.kernel(pid):
@@ -1245,7 +1311,8 @@ def training_candidates(table: Table, until: float, minimum: int = 30) -> "list[
         score, why = table.score(pid)
         seen = libs.get(pid) or {}
         names = [n for n in ("torch", "jax", "tensorflow", "mxnet", "paddle") if n in seen.get("libs", ())]
-        if names and table.kind(pid) not in ("resource_tracker", "compile_worker", "tracker") and not (score == 0 and "eyas" in table.line(pid)):
+        if names and table.kind(pid) not in ("resource_tracker", "compile_worker", "tracker") and not (score == 0
+            and "eyas" in table.line(pid)):
             score += 45
             why = why + [names[0] + " in its maps"]
         if seen.get("gpus"):
@@ -1265,32 +1332,46 @@ def training_candidates(table: Table, until: float, minimum: int = 30) -> "list[
     return sorted(((p, s, w) for p, (s, w) in jobs.items()), key=lambda x: (-x[1], -table.rows[x[0]]["starttime"]))
 
 
-# -------------------------------------------------------------------------------------------------------------- identity
+# ------------------------------------------------------------------------------------------------------------- identity
 
-LIBS = (("torch", r"/libtorch|/torch/lib/"), ("cuda", r"/libcuda\.so"), ("cudnn", r"/libcudnn"), ("nccl", r"/libnccl"), ("jax", r"/jaxlib/|xla_extension"),
-        ("tensorflow", r"/libtensorflow|/tensorflow/python/"), ("triton", r"/triton/_C/|libtriton"), ("ptxjit", r"libnvidia-ptxjitcompiler"),
-        ("mkl", r"/libmkl"), ("gomp", r"/libgomp"), ("iomp", r"/libiomp"), ("numpy", r"/numpy/"), ("cv2", r"/cv2/|/libopencv"), ("h5py", r"/h5py/"),
-        ("pyarrow", r"/pyarrow/|/libarrow"), ("tokenizers", r"/tokenizers/"), ("rich", r"/rich/"), ("mpi", r"/libmpi"), ("uring", r"io_uring|/liburing"),
-        ("rocm", r"/libamdhip|/libhsa-runtime"), ("mxnet", r"/libmxnet"), ("paddle", r"/libpaddle"), ("cupti", r"/libcupti"), ("fuse", r"/libfuse"),
+LIBS = (("torch", r"/libtorch|/torch/lib/"), ("cuda", r"/libcuda\.so"), ("cudnn", r"/libcudnn"), ("nccl", r"/libnccl"),
+        ("jax", r"/jaxlib/|xla_extension"),
+        ("tensorflow", r"/libtensorflow|/tensorflow/python/"), ("triton", r"/triton/_C/|libtriton"),
+        ("ptxjit", r"libnvidia-ptxjitcompiler"),
+        ("mkl", r"/libmkl"), ("gomp", r"/libgomp"), ("iomp", r"/libiomp"), ("numpy", r"/numpy/"),
+        ("cv2", r"/cv2/|/libopencv"), ("h5py", r"/h5py/"),
+        ("pyarrow", r"/pyarrow/|/libarrow"), ("tokenizers", r"/tokenizers/"), ("rich", r"/rich/"), ("mpi", r"/libmpi"),
+        ("uring", r"io_uring|/liburing"),
+        ("rocm", r"/libamdhip|/libhsa-runtime"), ("mxnet", r"/libmxnet"), ("paddle", r"/libpaddle"),
+        ("cupti", r"/libcupti"), ("fuse", r"/libfuse"),
         ("grpc", r"/grpc/"), ("wandb", r"/wandb/"))
 LIBS_RE = [(name, re.compile(pattern)) for name, pattern in LIBS]
 ENV_EXACT = frozenset((
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK NODE_RANK MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES "
-    "HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUDA_CACHE_PATH CUDA_DEVICE_ORDER CUDA_CACHE_DISABLE CUDA_MODULE_LOADING PYTHONUNBUFFERED "
-    "PYTHONFAULTHANDLER TOKENIZERS_PARALLELISM HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_HUB_OFFLINE HF_HUB_ENABLE_HF_TRANSFER HF_DATASETS_OFFLINE "
-    "TRANSFORMERS_CACHE TRANSFORMERS_OFFLINE TRANSFORMERS_VERBOSITY WANDB_MODE WANDB_DIR WANDB_SILENT WANDB_DISABLED WANDB_PROJECT TMPDIR HOME USER LOGNAME "
-    "XDG_CACHE_HOME TERM COLUMNS PWD OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS KMP_AFFINITY KMP_BLOCKTIME GOMP_CPU_AFFINITY TQDM_DISABLE "
-    "SLURM_JOB_ID SLURM_JOBID SLURM_PROCID SLURM_LOCALID SLURM_NTASKS SLURM_NODEID SLURM_NNODES SLURM_JOB_NODELIST SLURM_STEP_ID SLURM_JOB_NAME "
-    "SLURM_RESTART_COUNT SLURM_ARRAY_TASK_ID SLURM_JOB_PARTITION SLURM_CPUS_PER_TASK SLURM_MEM_PER_NODE SLURM_JOB_END_TIME SLURM_SUBMIT_DIR "
-    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_SIZE PMI_RANK PMI_SIZE MPI_LOCALRANKID KUBERNETES_SERVICE_HOST "
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK NODE_RANK MASTER_ADDR MASTER_PORT "
+    "CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES "
+    "HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUDA_CACHE_PATH CUDA_DEVICE_ORDER "
+    "CUDA_CACHE_DISABLE CUDA_MODULE_LOADING PYTHONUNBUFFERED "
+    "PYTHONFAULTHANDLER TOKENIZERS_PARALLELISM HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_HUB_OFFLINE "
+    "HF_HUB_ENABLE_HF_TRANSFER HF_DATASETS_OFFLINE "
+    "TRANSFORMERS_CACHE TRANSFORMERS_OFFLINE TRANSFORMERS_VERBOSITY WANDB_MODE WANDB_DIR WANDB_SILENT WANDB_DISABLED "
+    "WANDB_PROJECT TMPDIR HOME USER LOGNAME "
+    "XDG_CACHE_HOME TERM COLUMNS PWD OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS KMP_AFFINITY KMP_BLOCKTIME "
+    "GOMP_CPU_AFFINITY TQDM_DISABLE "
+    "SLURM_JOB_ID SLURM_JOBID SLURM_PROCID SLURM_LOCALID SLURM_NTASKS SLURM_NODEID SLURM_NNODES SLURM_JOB_NODELIST "
+    "SLURM_STEP_ID SLURM_JOB_NAME "
+    "SLURM_RESTART_COUNT SLURM_ARRAY_TASK_ID SLURM_JOB_PARTITION SLURM_CPUS_PER_TASK SLURM_MEM_PER_NODE "
+    "SLURM_JOB_END_TIME SLURM_SUBMIT_DIR "
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_SIZE PMI_RANK PMI_SIZE MPI_LOCALRANKID "
+    "KUBERNETES_SERVICE_HOST "
     "LD_PRELOAD JOB_COMPLETION_INDEX PBS_JOBID LSB_JOBID").split())
-ENV_PREFIX = ("NCCL_", "TORCH_", "TORCHELASTIC_", "TORCHDYNAMO", "TORCHINDUCTOR", "TRITON_", "XLA_", "JAX_", "TF_", "PYTORCH_", "GLOO_", "DEEPSPEED_", "ACCELERATE_",
+ENV_PREFIX = ("NCCL_", "TORCH_", "TORCHELASTIC_", "TORCHDYNAMO", "TORCHINDUCTOR", "TRITON_", "XLA_", "JAX_", "TF_",
+              "PYTORCH_", "GLOO_", "DEEPSPEED_", "ACCELERATE_",
               "FI_", "UCX_", "RDMAV_", "EYAS_", "RAY_")
 
 
 def libraries(pid: int) -> dict:
     """Which known libraries a process has mapped, its big mapped data files, and the GPU device files it holds."""
-    libs, mapped, paths = [], {}, set()
+    libs, mapped, paths = [], {}, set()  # type: list, dict, set
     blob = slurp("/proc/%d/maps" % pid, 4 << 20).decode("utf-8", "replace")
     for line in blob.splitlines():
         at = line.find("/")
@@ -1298,7 +1379,8 @@ def libraries(pid: int) -> dict:
             continue
         path = line[at:]
         paths.add(path)
-        if not is_library(path) and not path.startswith(("/dev/", "/memfd", "/SYSV", "/usr/", "/anon_hugepage")) and " (deleted)" not in path:
+        if not is_library(path) and not path.startswith(("/dev/", "/memfd", "/SYSV", "/usr/",
+                                                         "/anon_hugepage")) and " (deleted)" not in path:
             start, _, end = line.split(" ", 1)[0].partition("-")
             mapped[path] = mapped.get(path, 0) + int(end, 16) - int(start, 16)
     joined = "\n".join(paths)
@@ -1330,13 +1412,14 @@ def identify(job: tuple) -> dict:
     """Everything about one process that is read once; the argument says which of the costly parts are wanted."""
     pid, want_maps = job
     base = "/proc/%d/" % pid
-    out = {"exe": readlink(base + "exe"), "cwd": readlink(base + "cwd"), "environ": None, "maps": None}
+    out = {"exe": readlink(base + "exe"), "cwd": readlink(base + "cwd"), "environ": None, "maps": None}  # type: dict
     out["ns_mnt"] = readlink(base + "ns/mnt")
     root = readlink(base + "root")
     out["root"] = root
-    limits = {}
+    limits = {}  # type: dict
     for line in (text(base + "limits", 4096) or "").splitlines():
-        for label, key in (("Max open files", "nofile"), ("Max core file size", "core"), ("Max address space", "as"), ("Max locked memory", "memlock")):
+        for label, key in (("Max open files", "nofile"), ("Max core file size", "core"), ("Max address space", "as"),
+                           ("Max locked memory", "memlock")):
             if line.startswith(label):
                 value = line[26:].split()[0]
                 limits[key] = int(value) if value.isdigit() else None
@@ -1365,18 +1448,23 @@ def cpu_count(spec: "str | None") -> "int | None":
     return total or None
 
 
-# ----------------------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------------------------------------- files
 
-NETWORK_FS = re.compile(r"^(nfs\d?|cifs|smb\w*|lustre|ceph|gpfs|beegfs|glusterfs|afs|9p|pvfs2|orangefs|wekafs|ocfs2|gfs2|virtiofs|vastnfs|daos|fuse\b.*)$")
-OUTPUT_DIR = re.compile(r"(checkpoint|ckpt|output|outputs|runs?|results?|exp(eriment)?s?|lightning_logs|wandb|mlruns|models?|saved?|snapshots?|tb|tensorboard|logs?)", re.I)
-CHECKPOINT = re.compile(r"(checkpoint|ckpt|\.pt$|\.pth$|\.bin$|\.safetensors|\.distcp|optim|epoch[=_-]?\d|step[=_-]?\d|\.h5$|\.keras$|\.npz$|\.orbax|\.msgpack$|"
+NETWORK_FS = re.compile(r"^(nfs\d?|cifs|smb\w*|lustre|ceph|gpfs|beegfs|glusterfs|afs|9p|pvfs2|orangefs|wekafs|ocfs2|"
+                        r"gfs2|virtiofs|vastnfs|daos|fuse\b.*)$")
+OUTPUT_DIR = re.compile(r"(checkpoint|ckpt|output|outputs|runs?|results?|exp(eriment)?s?|lightning_logs|wandb|mlruns|"
+                        r"models?|saved?|snapshots?|tb|tensorboard|logs?)", re.I)
+CHECKPOINT = re.compile(r"(checkpoint|ckpt|\.pt$|\.pth$|\.bin$|\.safetensors|\.distcp|optim|epoch[=_-]?\d|"
+                        r"step[=_-]?\d|\.h5$|\.keras$|\.npz$|\.orbax|\.msgpack$|"
                         r"trainer_state|rng_state|\.zarr)", re.I)
-TEMPORARY = re.compile(r"(\.tmp|\.temp|\.part|\.incomplete|\.partial|^tmp|/tmp[-_.]?|\.orbax-checkpoint-tmp|~$|\.lock$)", re.I)
-LOG_NAME = re.compile(r"(\.log(\.\d+)?$|\.out$|\.err$|nohup|std(out|err)|\blog[s_.-]|train.*\.txt$|slurm-\d+|events\.jsonl$|console|output\.txt$)", re.I)
+TEMPORARY = re.compile(r"(\.tmp|\.temp|\.part|\.incomplete|\.partial|^tmp|/tmp[-_.]?|\.orbax-checkpoint-tmp|~$|"
+                       r"\.lock$)", re.I)
+LOG_NAME = re.compile(r"(\.log(\.\d+)?$|\.out$|\.err$|nohup|std(out|err)|\blog[s_.-]|train.*\.txt$|slurm-\d+|"
+                      r"events\.jsonl$|console|output\.txt$)", re.I)
 
 
 def parse_mountinfo(blob: str) -> dict:
-    found = {}
+    found = {}  # type: dict
     for line in blob.splitlines():
         left, _, right = line.partition(" - ")
         f, g = left.split(), right.split()
@@ -1384,14 +1472,18 @@ def parse_mountinfo(blob: str) -> dict:
             continue
         point = re.sub(r"\\(\d{3})", lambda m: chr(int(m.group(1), 8)), f[4])
         fstype = g[0]
-        found[int(f[0])] = {"mountpoint": point, "fstype": fstype, "source": g[1], "dev": f[2], "device": None, "root": f[3],
-                            "network": bool(NETWORK_FS.match(fstype)), "fuse": fstype.startswith("fuse"), "ro": "ro" in f[5].split(","),
-                            "used_by": [], "statvfs": None, "timed_out": False, "options": (g[2] if len(g) > 2 else "")[:200]}
+        found[int(f[0])] = {"mountpoint": point, "fstype": fstype, "source": g[1], "dev": f[2], "device": None,
+                            "root": f[3],
+                            "network": bool(NETWORK_FS.match(fstype)), "fuse": fstype.startswith("fuse"),
+                            "ro": "ro" in f[5].split(","),
+                            "used_by": [], "statvfs": None, "timed_out": False, "options": (g[2] if len(g) > 2
+                                else "")[:200]}
     return found
 
 
 def device_names() -> dict:
-    return {f[0] + ":" + f[1]: f[2] for f in (line.split() for line in (text("/proc/diskstats", 262144) or "").splitlines()) if len(f) > 2}
+    return {f[0] + ":" + f[1]: f[2] for f in (line.split() for line in (text("/proc/diskstats", 262144)
+        or "").splitlines()) if len(f) > 2}
 
 
 def mount_of(mounts: dict, path: str) -> "int | None":
@@ -1405,13 +1497,16 @@ def mount_of(mounts: dict, path: str) -> "int | None":
 
 
 class Reach(object):
-    """How a path of the target is touched from here: through its root when it lives in another mount namespace; never on a mount that hung."""
+    """How a path of the target is touched from here: through its root when it lives in another mount namespace; never
+    on a mount that hung.
+    """
 
     def __init__(self, pid: "int | None", same_mnt: bool, mounts: dict):
         self.pid, self.same, self.mounts, self.bad = pid, same_mnt, mounts, set()  # type: ignore[var-annotated]
 
     def __call__(self, path: str) -> str:
-        return path if self.same or self.pid is None or not path.startswith("/") else "/proc/%d/root%s" % (self.pid, path)
+        return path if self.same or self.pid is None or not path.startswith("/") else "/proc/%d/root%s" % (self.pid,
+            path)
 
     def blocked(self, path: "str | None") -> bool:
         """True for paths on mounts where something already timed out."""
@@ -1439,7 +1534,9 @@ def libc():  # type: ignore[no-untyped-def]
 
 
 def cached_share(fd: int, size: int) -> "dict | None":
-    """How much of a file is in the page cache, without reading it: cachestat, else mincore (own files), else RWF_NOWAIT on a few offsets."""
+    """How much of a file is in the page cache, without reading it: cachestat, else mincore (own files), else RWF_NOWAIT
+    on a few offsets.
+    """
     import ctypes
 
     if size <= 0:
@@ -1447,20 +1544,24 @@ def cached_share(fd: int, size: int) -> "dict | None":
     pages = (size + PAGE - 1) // PAGE
     ask = (ctypes.c_uint64 * 2)(0, size)
     got = (ctypes.c_uint64 * 5)()
-    if libc().syscall(ctypes.c_long(451), ctypes.c_uint(fd), ctypes.byref(ask), ctypes.byref(got), ctypes.c_uint(0)) == 0:
-        return {"cached": round(min(1.0, got[0] / pages), 4), "cached_by": "cachestat", "dirty": got[1] * PAGE, "writeback": got[2] * PAGE,
+    if libc().syscall(ctypes.c_long(451), ctypes.c_uint(fd), ctypes.byref(ask), ctypes.byref(got),
+                      ctypes.c_uint(0)) == 0:
+        return {"cached": round(min(1.0, got[0] / pages), 4), "cached_by": "cachestat", "dirty": got[1] * PAGE,
+                "writeback": got[2] * PAGE,
                 "evicted": got[3] * PAGE, "recently_evicted": got[4] * PAGE}
     owner = os.fstat(fd).st_uid
     if owner == os.geteuid() or os.geteuid() == 0:
         span = min(size, 1 << 32)
         vector = (ctypes.c_ubyte * ((span + PAGE - 1) // PAGE))()
         libc().mmap.restype = ctypes.c_void_p
-        start = libc().mmap(None, ctypes.c_size_t(span), 1, 1, ctypes.c_int(fd), ctypes.c_long(0))  # PROT_READ, MAP_SHARED
+        # PROT_READ, MAP_SHARED
+        start = libc().mmap(None, ctypes.c_size_t(span), 1, 1, ctypes.c_int(fd), ctypes.c_long(0))
         if start and start != ctypes.c_void_p(-1).value:
             bad = libc().mincore(ctypes.c_void_p(start), ctypes.c_size_t(span), vector)
             libc().munmap(ctypes.c_void_p(start), ctypes.c_size_t(span))
             if not bad:
-                return {"cached": round(sum(v & 1 for v in bytearray(vector)) / float(len(vector)), 4), "cached_by": "mincore"}
+                return {"cached": round(sum(v & 1 for v in bytearray(vector)) / float(len(vector)), 4),
+                        "cached_by": "mincore"}
     if hasattr(os, "preadv") and hasattr(os, "RWF_NOWAIT"):
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # on our own descriptor: no read-ahead behind the question
@@ -1492,9 +1593,8 @@ def inspect_file(path: str) -> dict:
     seen = os.stat(path)
     out = {"size": seen.st_size, "mtime": seen.st_mtime, "kind": "file", "ino": seen.st_ino}
     if not stat_mod.S_ISREG(seen.st_mode):
-        mode = seen.st_mode
-        out["kind"] = "dir" if stat_mod.S_ISDIR(mode) else "fifo" if stat_mod.S_ISFIFO(mode) else "char" if stat_mod.S_ISCHR(mode) else \
-            "block" if stat_mod.S_ISBLK(mode) else "other"
+        kinds = {stat_mod.S_IFDIR: "dir", stat_mod.S_IFIFO: "fifo", stat_mod.S_IFCHR: "char", stat_mod.S_IFBLK: "block"}
+        out["kind"] = kinds.get(stat_mod.S_IFMT(seen.st_mode), "other")
         return out
     try:
         fd = open_quiet(path)
@@ -1511,7 +1611,9 @@ def inspect_file(path: str) -> dict:
 
 
 def survey_dir(job: tuple) -> dict:
-    """How many files of this extension lie beside an open data file, how big they are together, and how much of some is cached."""
+    """How many files of this extension lie beside an open data file, how big they are together, and how much of some is
+    cached.
+    """
     path, ext, open_names = job
     began, names, dirs = time.monotonic(), [], 0
     exact = True
@@ -1560,16 +1662,18 @@ def survey_dir(job: tuple) -> dict:
 
 def statvfs_of(path: str) -> dict:
     got = os.statvfs(path)
-    return {"size": got.f_blocks * got.f_frsize, "free": got.f_bfree * got.f_frsize, "avail": got.f_bavail * got.f_frsize, "files": got.f_files,
+    return {"size": got.f_blocks * got.f_frsize, "free": got.f_bfree * got.f_frsize,
+            "avail": got.f_bavail * got.f_frsize, "files": got.f_files,
             "ffree": got.f_ffree}
 
 
 def shm_use(path: str) -> dict:
     got = statvfs_of(path)
-    return {"size": got["size"], "free": got["free"], "used": got["size"] - got["free"], "entries": len(os.listdir(path)), "by_job": None}
+    return {"size": got["size"], "free": got["free"], "used": got["size"] - got["free"],
+            "entries": len(os.listdir(path)), "by_job": None}
 
 
-# ------------------------------------------------------------------------------------------------------ logs and outputs
+# ----------------------------------------------------------------------------------------------------- logs and outputs
 
 
 def read_log(job: tuple) -> dict:
@@ -1578,7 +1682,7 @@ def read_log(job: tuple) -> dict:
     fd = open_quiet(path)
     try:
         seen = os.fstat(fd)
-        out = {"size": seen.st_size, "mtime": seen.st_mtime, "ino": seen.st_ino, "head": None, "tail": None}
+        out = {"size": seen.st_size, "mtime": seen.st_mtime, "ino": seen.st_ino, "head": None, "tail": None}  # type: dict
         if not stat_mod.S_ISREG(seen.st_mode):
             return out
         start = max(0, seen.st_size - tail)
@@ -1624,12 +1728,16 @@ def recent_outputs(job: tuple) -> "list[dict]":
                     break
                 try:
                     if entry.is_dir(follow_symlinks=False):
-                        if depth < 4 and (depth > 0 or OUTPUT_DIR.search(entry.name)) and not entry.name.startswith((".git", "node_modules", "__pycache__", ".venv")):
+                        if depth < 4 and (depth > 0
+                                          or OUTPUT_DIR.search(entry.name)) and not entry.name.startswith((".git",
+                                              "node_modules", "__pycache__", ".venv")):
                             stack.append((entry.path, depth + 1))
                     elif entry.is_file(follow_symlinks=False):
                         info = entry.stat(follow_symlinks=False)
-                        if info.st_mtime >= since and (depth > 0 or CHECKPOINT.search(entry.name) or LOG_NAME.search(entry.name)):
-                            found.append({"path": entry.path, "size": info.st_size, "mtime": info.st_mtime, "ino": info.st_ino})
+                        if info.st_mtime >= since and (depth > 0 or CHECKPOINT.search(entry.name)
+                                                       or LOG_NAME.search(entry.name)):
+                            found.append({"path": entry.path, "size": info.st_size, "mtime": info.st_mtime,
+                                          "ino": info.st_ino})
                 except OSError:
                     continue
     found.sort(key=lambda f: -f["mtime"])
@@ -1657,9 +1765,11 @@ def find_path(word: str) -> "tuple[str, str] | None":
     return ("log", real) if os.path.exists(real) else None
 
 
-def log_entry(path: "str | None", how: str, pid: "int | None" = None, fd: "int | None" = None, kind: str = "file", **more: object) -> dict:
+def log_entry(path: "str | None", how: str, pid: "int | None" = None, fd: "int | None" = None, kind: str = "file",
+              **more: object) -> dict:
     """An entry of `logs`, before anything is known of its bytes."""
-    entry = {"path": path, "how": how, "pid": pid, "fd": fd, "kind": kind, "size": None, "mtime": None, "age_s": None, "deleted": False, "rotated": False, "append": None,
+    entry = {"path": path, "how": how, "pid": pid, "fd": fd, "kind": kind, "size": None, "mtime": None, "age_s": None,
+             "deleted": False, "rotated": False, "append": None,
              "head": None, "tail": None, "growth": [], "via": None, "mnt": None, "error": None}  # type: dict
     entry.update(more)
     return entry
@@ -1683,17 +1793,22 @@ def newest_logs(job: tuple) -> "list[str]":
     return [p for _, p in sorted(found, reverse=True)[:4]]
 
 
-CACHES = (("inductor", "TORCHINDUCTOR_CACHE_DIR", "{tmp}/torchinductor_{user}"), ("triton", "TRITON_CACHE_DIR", "{home}/.triton/cache"),
-          ("cuda", "CUDA_CACHE_PATH", "{home}/.nv/ComputeCache"), ("torch_extensions", "TORCH_EXTENSIONS_DIR", "{xdg}/torch_extensions"),
-          ("hf_hub", "HF_HUB_CACHE", "{hf}/hub"), ("hf_datasets", "HF_DATASETS_CACHE", "{hf}/datasets"), ("jax", "JAX_COMPILATION_CACHE_DIR", ""))
+CACHES = (("inductor", "TORCHINDUCTOR_CACHE_DIR", "{tmp}/torchinductor_{user}"), ("triton", "TRITON_CACHE_DIR",
+    "{home}/.triton/cache"),
+          ("cuda", "CUDA_CACHE_PATH", "{home}/.nv/ComputeCache"), ("torch_extensions", "TORCH_EXTENSIONS_DIR",
+                                                                   "{xdg}/torch_extensions"),
+          ("hf_hub", "HF_HUB_CACHE", "{hf}/hub"), ("hf_datasets", "HF_DATASETS_CACHE", "{hf}/datasets"),
+          ("jax", "JAX_COMPILATION_CACHE_DIR", ""))
 
 
 def cache_dirs(env: dict, home: "str | None", user: "str | None") -> "list[tuple[str, str]]":
     home = env.get("HOME") or home or "/nonexistent"
     xdg = env.get("XDG_CACHE_HOME") or home + "/.cache"
-    values = {"tmp": env.get("TMPDIR") or "/tmp", "user": re.sub(r"[\\/:*?\"<>|]", "_", env.get("USER") or env.get("LOGNAME") or user or "?"), "home": home, "xdg": xdg,
+    values = {"tmp": env.get("TMPDIR") or "/tmp", "user": re.sub(r"[\\/:*?\"<>|]", "_", env.get("USER")
+        or env.get("LOGNAME") or user or "?"), "home": home, "xdg": xdg,
               "hf": env.get("HF_HOME") or xdg + "/huggingface"}
-    return [(name, env.get(variable) or default.format(**values)) for name, variable, default in CACHES if env.get(variable) or default]
+    return [(name, env.get(variable) or default.format(**values)) for name, variable, default in CACHES
+            if env.get(variable) or default]
 
 
 def survey_cache(path: str) -> dict:
@@ -1718,19 +1833,22 @@ def survey_cache(path: str) -> dict:
                     if entry.name == "lock" or entry.name.endswith(".lock"):
                         locks.append(entry.path[len(path) + 1:])
                     elif entry.name.endswith(".incomplete"):
-                        unfinished.append({"name": entry.path[len(path) + 1:], "size": info.st_size, "mtime": info.st_mtime})
+                        unfinished.append({"name": entry.path[len(path) + 1:], "size": info.st_size,
+                                           "mtime": info.st_mtime})
                     if depth < 2 and entry.is_dir(follow_symlinks=False):
                         stack.append((entry.path, depth + 1))
                 except OSError:
                     continue
                 if count >= 4000:
                     break
-    return {"entries": count, "mtime": newest, "newest": newest_name, "locks": locks[:20], "incomplete": unfinished[:20]}
+    return {"entries": count, "mtime": newest, "newest": newest_name, "locks": locks[:20],
+            "incomplete": unfinished[:20]}
 
 
-# ----------------------------------------------------------------------------------------------------- network and locks
+# ---------------------------------------------------------------------------------------------------- network and locks
 
-TCP_STATES = {1: "ESTABLISHED", 2: "SYN_SENT", 3: "SYN_RECV", 4: "FIN_WAIT1", 5: "FIN_WAIT2", 6: "TIME_WAIT", 7: "CLOSE", 8: "CLOSE_WAIT", 9: "LAST_ACK",
+TCP_STATES = {1: "ESTABLISHED", 2: "SYN_SENT", 3: "SYN_RECV", 4: "FIN_WAIT1", 5: "FIN_WAIT2", 6: "TIME_WAIT",
+              7: "CLOSE", 8: "CLOSE_WAIT", 9: "LAST_ACK",
               10: "LISTEN", 11: "CLOSING"}
 KNOWN_PORTS = (28028, 29400, 29500)
 
@@ -1753,13 +1871,16 @@ def parse_tcp(blob: str, proto: str, wanted: "set[int] | None" = None, ports: tu
         if len(f) < 10:
             continue
         inode, state = int(f[9]), TCP_STATES.get(int(f[3], 16), f[3])
-        if wanted is not None and inode not in wanted and not (state == "LISTEN" and int(f[1].rsplit(":", 1)[1], 16) in ports):
+        if wanted is not None and inode not in wanted and not (state == "LISTEN" and int(f[1].rsplit(":", 1)[1],
+            16) in ports):
             continue
         local, lport = address(f[1])
         peer, pport = address(f[2])
         tx, _, rx = f[4].partition(":")
-        found.append({"inode": inode, "proto": proto, "state": state, "local": local, "lport": lport, "peer": peer, "pport": pport, "tx_queue": int(tx, 16),
-                      "rx_queue": int(rx, 16), "retrans": int(f[6], 16), "timer": int(f[5].split(":")[0], 16), "uid": int(f[7])})
+        found.append({"inode": inode, "proto": proto, "state": state, "local": local, "lport": lport, "peer": peer,
+                      "pport": pport, "tx_queue": int(tx, 16),
+                      "rx_queue": int(rx, 16), "retrans": int(f[6], 16), "timer": int(f[5].split(":")[0], 16),
+                      "uid": int(f[7])})
     return found
 
 
@@ -1777,7 +1898,8 @@ def unix_peers(pid: int, wanted: "set[int]") -> "list[dict]":
     for line in (text("/proc/%d/net/unix" % pid, 1 << 20) or "").splitlines()[1:]:
         f = line.split()
         if len(f) >= 7 and int(f[6]) in wanted:
-            found.append({"inode": int(f[6]), "proto": "unix", "state": {"01": "UNCONNECTED", "02": "CONNECTING", "03": "ESTABLISHED"}.get(f[5], f[5]),
+            found.append({"inode": int(f[6]), "proto": "unix", "state": {"01": "UNCONNECTED", "02": "CONNECTING",
+                "03": "ESTABLISHED"}.get(f[5], f[5]),
                           "path": f[7] if len(f) > 7 else None})
     return found
 
@@ -1794,7 +1916,8 @@ def parse_locks(blob: str) -> "list[dict]":
         rest = rest[1:] if waits else rest
         try:
             dev, ino = rest[4].rsplit(":", 1)
-            entry = {"id": number_.rstrip(":"), "type": rest[0], "mode": rest[2], "holder": int(rest[3]), "dev": dev, "ino": int(ino), "path": None, "waiters": []}
+            entry = {"id": number_.rstrip(":"), "type": rest[0], "mode": rest[2], "holder": int(rest[3]), "dev": dev,
+                     "ino": int(ino), "path": None, "waiters": []}
         except (IndexError, ValueError):
             continue
         if waits and number_ in found:
@@ -1804,12 +1927,12 @@ def parse_locks(blob: str) -> "list[dict]":
     return list(found.values())
 
 
-# --------------------------------------------------------------------------------------------------------------- cgroups
+# -------------------------------------------------------------------------------------------------------------- cgroups
 
 
 def cgroup_mounts() -> dict:
     """Controller (or "2") -> where its hierarchy is mounted here."""
-    found = {}
+    found = {}  # type: dict
     for line in (text("/proc/self/mountinfo", 1 << 20) or "").splitlines():
         left, _, right = line.partition(" - ")
         f, g = left.split(), right.split()
@@ -1852,18 +1975,21 @@ def up(place: "tuple | None"):  # type: ignore[no-untyped-def]
 
 
 def tightest(place: "tuple | None", name: str) -> "int | None":
-    values = [number(path + "/" + name) for path in up(place)]
-    values = [v for v in values if v is not None and v < 1 << 60]
-    return min(values) if values else None
+    found = [number(path + "/" + name) for path in up(place)]
+    limits = [v for v in found if v is not None and v < 1 << 60]
+    return min(limits) if limits else None
 
 
-MEMORY_STAT = ("anon", "file", "shmem", "file_dirty", "file_writeback", "workingset_refault_file", "workingset_refault_anon", "pgmajfault", "rss", "cache", "total_rss",
-               "total_cache", "total_pgmajfault", "total_shmem", "total_dirty", "total_workingset_refault_file", "total_writeback")
+MEMORY_STAT = ("anon", "file", "shmem", "file_dirty", "file_writeback", "workingset_refault_file",
+               "workingset_refault_anon", "pgmajfault", "rss", "cache", "total_rss",
+               "total_cache", "total_pgmajfault", "total_shmem", "total_dirty", "total_workingset_refault_file",
+               "total_writeback")
 
 
 def v1_memory_stat(stat: dict) -> dict:
     """v1 names in v2's words."""
-    renames = (("total_rss", "anon"), ("total_cache", "file"), ("total_shmem", "shmem"), ("total_dirty", "file_dirty"), ("total_writeback", "file_writeback"),
+    renames = (("total_rss", "anon"), ("total_cache", "file"), ("total_shmem", "shmem"), ("total_dirty", "file_dirty"),
+               ("total_writeback", "file_writeback"),
                ("total_pgmajfault", "pgmajfault"), ("total_workingset_refault_file", "workingset_refault_file"))
     return {new: stat[old] for old, new in renames if old in stat}
 
@@ -1885,13 +2011,15 @@ def frozen_state(places: dict) -> "bool | None":
 
 def cgroup_counters(places: dict) -> dict:
     """What moves in a cgroup; cheap enough for every sample."""
-    out = {"nr_periods": None, "nr_throttled": None, "throttled_s": None, "usage_s": None, "current": None, "oom_kill": None, "refault_file": None,
-           "frozen": frozen_state(places)}
+    out = {"nr_periods": None, "nr_throttled": None, "throttled_s": None, "usage_s": None, "current": None,
+           "oom_kill": None, "refault_file": None,
+           "frozen": frozen_state(places)}  # type: dict
     if "cpu" in places:
         for path in up(places["cpu"]):  # the limit may stand above
             cpu = pairs(text(path + "/cpu.stat", 1024))
             if cpu.get("nr_periods") or path == places["cpu"][1]:
-                out.update(nr_periods=cpu.get("nr_periods"), nr_throttled=cpu.get("nr_throttled"), throttled_s=cpu.get("throttled_time", 0) / 1e9)
+                out.update(nr_periods=cpu.get("nr_periods"), nr_throttled=cpu.get("nr_throttled"),
+                           throttled_s=cpu.get("throttled_time", 0) / 1e9)
                 break
         usage = number(places["cpuacct"][0] + "/cpuacct.usage") if "cpuacct" in places else None
         out["usage_s"] = usage / 1e9 if usage is not None else None
@@ -1901,18 +2029,21 @@ def cgroup_counters(places: dict) -> dict:
             if out["usage_s"] is None and "usage_usec" in cpu:
                 out["usage_s"] = cpu["usage_usec"] / 1e6
             if cpu.get("nr_periods"):
-                out.update(nr_periods=cpu["nr_periods"], nr_throttled=cpu.get("nr_throttled"), throttled_s=cpu.get("throttled_usec", 0) / 1e6)
+                out.update(nr_periods=cpu["nr_periods"], nr_throttled=cpu.get("nr_throttled"),
+                           throttled_s=cpu.get("throttled_usec", 0) / 1e6)
                 break
     if "memory" in places:
         path = places["memory"][0]
         out["current"] = number(path + "/memory.usage_in_bytes")
         out["oom_kill"] = pairs(text(path + "/memory.oom_control", 256)).get("oom_kill")
-        out["refault_file"] = pairs(text(path + "/memory.stat", 8192), ("total_workingset_refault_file",)).get("total_workingset_refault_file")
+        out["refault_file"] = pairs(text(path + "/memory.stat", 8192), ("total_workingset_refault_file",
+            )).get("total_workingset_refault_file")
     elif "2" in places:
         path = places["2"][0]
         out["current"] = number(path + "/memory.current")
         out["oom_kill"] = pairs(text(path + "/memory.events", 512)).get("oom_kill")
-        out["refault_file"] = pairs(text(path + "/memory.stat", 8192), ("workingset_refault_file",)).get("workingset_refault_file")
+        out["refault_file"] = pairs(text(path + "/memory.stat", 8192), ("workingset_refault_file",
+            )).get("workingset_refault_file")
     return out
 
 
@@ -1920,21 +2051,27 @@ def cgroup_facts(places: dict) -> dict:
     """Limits, events and state of one cgroup, in the same words for v1 and v2."""
     counters = cgroup_counters(places)
     v1 = "memory" in places or "cpu" in places
-    out = {"version": 1 if v1 else 2, "path": {name: place[0] for name, place in places.items()}, "pids": [], "frozen": counters["frozen"], "io": None}
-    memory = {"current": counters["current"], "max": None, "high": None, "swap_current": None, "peak": None, "events": {}, "stat": {}}
+    out = {"version": 1 if v1 else 2, "path": {name: place[0] for name, place in places.items()}, "pids": [],
+           "frozen": counters["frozen"], "io": None}
+    memory = {"current": counters["current"], "max": None, "high": None, "swap_current": None, "peak": None,
+              "events": {}, "stat": {}}
     if "memory" in places:
         path = places["memory"][0]
         control = pairs(text(path + "/memory.oom_control", 256))
-        memory.update(max=tightest(places["memory"], "memory.limit_in_bytes"), peak=number(path + "/memory.max_usage_in_bytes"),
+        memory.update(max=tightest(places["memory"], "memory.limit_in_bytes"),
+                      peak=number(path + "/memory.max_usage_in_bytes"),
                       stat=v1_memory_stat(pairs(text(path + "/memory.stat", 8192), MEMORY_STAT)))
-        memory["events"] = {"oom_kill": control.get("oom_kill"), "max": number(path + "/memory.failcnt"), "under_oom": control.get("under_oom")}
+        memory["events"] = {"oom_kill": control.get("oom_kill"), "max": number(path + "/memory.failcnt"),
+                            "under_oom": control.get("under_oom")}
         both = number(path + "/memory.memsw.usage_in_bytes")
         if both is not None and counters["current"] is not None:
             memory["swap_current"] = max(0, both - counters["current"])
     elif "2" in places:
         path = places["2"][0]
-        memory.update(max=tightest(places["2"], "memory.max"), high=tightest(places["2"], "memory.high"), peak=number(path + "/memory.peak"),
-                      swap_current=number(path + "/memory.swap.current"), events=pairs(text(path + "/memory.events", 512)),
+        memory.update(max=tightest(places["2"], "memory.max"), high=tightest(places["2"], "memory.high"),
+                      peak=number(path + "/memory.peak"),
+                      swap_current=number(path + "/memory.swap.current"), events=pairs(text(path + "/memory.events",
+                          512)),
                       stat=pairs(text(path + "/memory.stat", 16384), MEMORY_STAT))
     out["memory"] = memory
     quota = None
@@ -1952,10 +2089,12 @@ def cgroup_facts(places: dict) -> dict:
     for name, file in (("cpuset", "cpuset.effective_cpus"), ("cpuset", "cpuset.cpus"), ("2", "cpuset.cpus.effective")):
         if cpuset is None and name in places:
             cpuset = (text(places[name][0] + "/" + file, 1024) or "").strip() or None
-    out["cpu"] = {"quota_cpus": quota, "nr_periods": counters["nr_periods"], "nr_throttled": counters["nr_throttled"], "throttled_s": counters["throttled_s"],
+    out["cpu"] = {"quota_cpus": quota, "nr_periods": counters["nr_periods"], "nr_throttled": counters["nr_throttled"],
+                  "throttled_s": counters["throttled_s"],
                   "usage_s": counters["usage_s"], "cpuset": cpuset}
     place = (places.get("pids") or places.get("2") or (None,))[0]
-    out["pids_limit"] = {"current": number(place + "/pids.current"), "max": tightest(places.get("pids") or places.get("2"), "pids.max")} if place else None
+    out["pids_limit"] = {"current": number(place + "/pids.current"), "max": tightest(places.get("pids")
+        or places.get("2"), "pids.max")} if place else None
     pressure = {}
     if "2" in places:
         for name in ("cpu", "memory", "io"):
@@ -1977,21 +2116,31 @@ def cgroup_facts(places: dict) -> dict:
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------------- GPU
+# ------------------------------------------------------------------------------------------------------------------ GPU
 
-REASONS = ((1, "idle"), (2, "app_clocks"), (4, "sw_power_cap"), (8, "hw_slowdown"), (0x10, "sync_boost"), (0x20, "sw_thermal"), (0x40, "hw_thermal"),
+REASONS = ((1, "idle"), (2, "app_clocks"), (4, "sw_power_cap"), (8, "hw_slowdown"), (0x10, "sync_boost"),
+           (0x20, "sw_thermal"), (0x40, "hw_thermal"),
            (0x80, "hw_power_brake"), (0x100, "display"))
-SMI_FIELDS = (("index", "index"), ("uuid", "uuid"), ("name", "name"), ("pci.bus_id", "bus"), ("driver_version", "driver"), ("utilization.gpu", "util"),
-              ("utilization.memory", "mem_util"), ("memory.used", "mem_used"), ("memory.total", "mem_total"), ("power.draw", "power_w"),
-              ("enforced.power.limit", "power_limit_w"), ("clocks.sm", "sm_mhz"), ("clocks.max.sm", "sm_max_mhz"), ("clocks.mem", "mem_mhz"),
-              ("clocks.max.mem", "mem_max_mhz"), ("temperature.gpu", "temp"), ("pstate", "pstate"), ("clocks_throttle_reasons.active", "reasons"),
-              ("pcie.link.gen.current", "pcie_gen"), ("pcie.link.gen.max", "pcie_gen_max"), ("pcie.link.width.current", "pcie_width"),
-              ("pcie.link.width.max", "pcie_width_max"), ("ecc.errors.uncorrected.volatile.total", "ecc_uncorrected"), ("mig.mode.current", "mig"))
+SMI_FIELDS = (("index", "index"), ("uuid", "uuid"), ("name", "name"), ("pci.bus_id", "bus"), ("driver_version",
+    "driver"), ("utilization.gpu", "util"),
+              ("utilization.memory", "mem_util"), ("memory.used", "mem_used"), ("memory.total", "mem_total"),
+              ("power.draw", "power_w"),
+              ("enforced.power.limit", "power_limit_w"), ("clocks.sm", "sm_mhz"), ("clocks.max.sm", "sm_max_mhz"),
+              ("clocks.mem", "mem_mhz"),
+              ("clocks.max.mem", "mem_max_mhz"), ("temperature.gpu", "temp"), ("pstate", "pstate"),
+              ("clocks_throttle_reasons.active", "reasons"),
+              ("pcie.link.gen.current", "pcie_gen"), ("pcie.link.gen.max", "pcie_gen_max"), ("pcie.link.width.current",
+                  "pcie_width"),
+              ("pcie.link.width.max", "pcie_width_max"), ("ecc.errors.uncorrected.volatile.total", "ecc_uncorrected"),
+              ("mig.mode.current", "mig"))
 SMI_ALIASES = dict(SMI_FIELDS)
-SMI_ALIASES.update({"clocks.current.sm": "sm_mhz", "clocks.current.memory": "mem_mhz", "clocks.max.memory": "mem_max_mhz", "power.limit": "power_limit_w",
-                    "clocks_event_reasons.active": "reasons", "power.draw.instant": "power_w", "power.draw.average": "power_w",
+SMI_ALIASES.update({"clocks.current.sm": "sm_mhz", "clocks.current.memory": "mem_mhz",
+                    "clocks.max.memory": "mem_max_mhz", "power.limit": "power_limit_w",
+                    "clocks_event_reasons.active": "reasons", "power.draw.instant": "power_w",
+                    "power.draw.average": "power_w",
                     "ecc.errors.uncorrected.aggregate.total": "ecc_aggregate", "gpu_recovery_action": "recovery"})
-SAMPLE_KEYS = ("util", "mem_util", "mem_used", "mem_total", "power_w", "power_limit_w", "sm_mhz", "sm_max_mhz", "mem_mhz", "mem_max_mhz", "temp", "pstate", "reasons",
+SAMPLE_KEYS = ("util", "mem_util", "mem_used", "mem_total", "power_w", "power_limit_w", "sm_mhz", "sm_max_mhz",
+               "mem_mhz", "mem_max_mhz", "temp", "pstate", "reasons",
                "pcie_gen", "pcie_gen_max", "pcie_width", "pcie_width_max", "pcie_rx_kbs", "pcie_tx_kbs", "energy_mj")
 
 
@@ -2078,22 +2227,26 @@ def ask_smi(_: object = None) -> dict:
         if not bad or bad.group(1) not in fields:
             break
         index = fields.index(bad.group(1))
-        swap = {"enforced.power.limit": "power.limit", "clocks_throttle_reasons.active": "clocks_event_reasons.active"}.get(bad.group(1))
+        swap = {"enforced.power.limit": "power.limit",
+                "clocks_throttle_reasons.active": "clocks_event_reasons.active"}.get(bad.group(1))
         fields[index:index + 1] = [swap] if swap else []
     if status == 127 and not blob.strip():
         return {"status": "absent"}
     rows = parse_smi(blob)
-    out = {"status": "ok" if rows else "error", "error": None if rows else blob.strip()[:600] or "exit %d" % status, "rows": rows, "apps": []}
+    out = {"status": "ok" if rows else "error", "error": None if rows else blob.strip()[:600] or "exit %d" % status,
+           "rows": rows, "apps": []}  # type: dict
     if not rows:
         return out
     if re.search(r"Unable to determine the device handle|GPU is lost|Unknown Error", blob):
         out["error"] = blob.strip()[-600:]
-    status, blob = run_tool(["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,process_name", "--format=csv,noheader,nounits"])
+    status, blob = run_tool(["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,process_name",
+                             "--format=csv,noheader,nounits"])
     for line in blob.splitlines():
         f = [v.strip() for v in line.split(",")]
         if len(f) >= 3 and f[1].isdigit():
             amount = quantity(f[2])
-            out["apps"].append({"uuid": f[0], "pid": int(f[1]), "mem": int(amount * (1 << 20)) if amount is not None else None,
+            out["apps"].append({"uuid": f[0], "pid": int(f[1]), "mem": int(amount * (1 << 20)) if amount is not None
+                                else None,
                                 "comm": f[3] if len(f) > 3 else None})
     return out
 
@@ -2104,7 +2257,7 @@ class Nvml(object):
     def __init__(self) -> None:
         import ctypes
 
-        self.c = ctypes
+        self.c = ctypes  # type: Any
         self.lib = ctypes.CDLL("libnvidia-ml.so.1")
         code = self.lib.nvmlInit_v2()
         if code:
@@ -2134,17 +2287,18 @@ class Nvml(object):
         lib.nvmlDeviceGetCount_v2(c.byref(count))
         out = {"status": "ok", "rows": [], "apps": [], "error": None}  # type: dict
 
-        class Memory(c.Structure):
+        class Memory(c.Structure):  # type: ignore[name-defined,misc]
             _fields_ = [("total", c.c_ulonglong), ("free", c.c_ulonglong), ("used", c.c_ulonglong)]
 
-        class Rates(c.Structure):
+        class Rates(c.Structure):  # type: ignore[name-defined,misc]
             _fields_ = [("gpu", c.c_uint), ("memory", c.c_uint)]
 
-        class Info(c.Structure):
+        class Info(c.Structure):  # type: ignore[name-defined,misc]
             _fields_ = [("pid", c.c_uint), ("mem", c.c_ulonglong), ("gi", c.c_uint), ("ci", c.c_uint)]
 
-        class Use(c.Structure):
-            _fields_ = [("pid", c.c_uint), ("when", c.c_ulonglong), ("sm", c.c_uint), ("mem", c.c_uint), ("enc", c.c_uint), ("dec", c.c_uint)]
+        class Use(c.Structure):  # type: ignore[name-defined,misc]
+            _fields_ = [("pid", c.c_uint), ("when", c.c_ulonglong), ("sm", c.c_uint), ("mem", c.c_uint),
+                        ("enc", c.c_uint), ("dec", c.c_uint)]
 
         for index in range(count.value):
             handle = c.c_void_p()
@@ -2154,7 +2308,8 @@ class Nvml(object):
                 out["error"] = "GPU %d: %s" % (index, self.say(code))
                 continue
             row = {"index": index, "uuid": self.word(lambda b, n, h=handle: lib.nvmlDeviceGetUUID(h, b, n), 96),
-                   "name": self.word(lambda b, n, h=handle: lib.nvmlDeviceGetName(h, b, n), 96), "driver": self.driver}  # type: dict
+                   "name": self.word(lambda b, n, h=handle: lib.nvmlDeviceGetName(h, b, n), 96),
+                   "driver": self.driver}  # type: dict
             rates, memory = Rates(), Memory()
             code = lib.nvmlDeviceGetUtilizationRates(handle, c.byref(rates))
             if code == 0:
@@ -2163,7 +2318,8 @@ class Nvml(object):
                 row["lost"] = True
             if lib.nvmlDeviceGetMemoryInfo(handle, c.byref(memory)) == 0:
                 row["mem_used"], row["mem_total"] = memory.used, memory.total
-            for key, name in (("power_w", "nvmlDeviceGetPowerUsage"), ("power_limit_w", "nvmlDeviceGetEnforcedPowerLimit")):
+            for key, name in (("power_w", "nvmlDeviceGetPowerUsage"), ("power_limit_w",
+                                                                       "nvmlDeviceGetEnforcedPowerLimit")):
                 value = self.uint(name, handle)
                 row[key] = value / 1000.0 if value is not None else None
             row["sm_mhz"] = self.uint("nvmlDeviceGetClockInfo", handle, c.c_uint(1))
@@ -2178,31 +2334,37 @@ class Nvml(object):
                 mask = self.uint("nvmlDeviceGetCurrentClocksThrottleReasons", handle, big=True)
             row["reasons"] = reason_names(mask) if mask is not None else None
             row["energy_mj"] = self.uint("nvmlDeviceGetTotalEnergyConsumption", handle, big=True)
-            for key, name in (("pcie_gen", "CurrPcieLinkGeneration"), ("pcie_width", "CurrPcieLinkWidth"), ("pcie_gen_max", "MaxPcieLinkGeneration"),
+            for key, name in (("pcie_gen", "CurrPcieLinkGeneration"), ("pcie_width", "CurrPcieLinkWidth"),
+                              ("pcie_gen_max", "MaxPcieLinkGeneration"),
                               ("pcie_width_max", "MaxPcieLinkWidth")):
                 row[key] = self.uint("nvmlDeviceGet" + name, handle)
             row["pcie_tx_kbs"] = self.uint("nvmlDeviceGetPcieThroughput", handle, c.c_uint(0))
             row["pcie_rx_kbs"] = self.uint("nvmlDeviceGetPcieThroughput", handle, c.c_uint(1))
             if fixed:
-                row["ecc_uncorrected"] = self.uint("nvmlDeviceGetTotalEccErrors", handle, c.c_uint(1), c.c_uint(0), big=True)
+                row["ecc_uncorrected"] = self.uint("nvmlDeviceGetTotalEccErrors", handle, c.c_uint(1), c.c_uint(0),
+                                                   big=True)
                 four = [c.c_uint() for _ in range(4)]
                 if lib.nvmlDeviceGetRemappedRows(handle, *[c.byref(v) for v in four]) == 0:
-                    row["remapped_rows"] = {"correctable": four[0].value, "uncorrectable": four[1].value, "pending": bool(four[2].value), "failed": bool(four[3].value)}
+                    row["remapped_rows"] = {"correctable": four[0].value, "uncorrectable": four[1].value,
+                                            "pending": bool(four[2].value), "failed": bool(four[3].value)}
                 mode, pending = c.c_uint(), c.c_uint()
                 row["mig"] = lib.nvmlDeviceGetMigMode(handle, c.byref(mode), c.byref(pending)) == 0 and mode.value == 1
-            shares = {}
+            shares = {}  # type: dict
             number_ = c.c_uint(128)
-            uses = (Use * 128)()
-            if lib.nvmlDeviceGetProcessUtilization(handle, uses, c.byref(number_), c.c_ulonglong(max(0, int((time.time() - 3) * 1e6)))) == 0:
+            uses = (Use * 128)()  # type: ignore[operator]
+            if lib.nvmlDeviceGetProcessUtilization(handle, uses, c.byref(number_),
+                                                   c.c_ulonglong(max(0, int((time.time() - 3) * 1e6)))) == 0:
                 for i in range(min(128, number_.value)):
                     shares[uses[i].pid] = max(shares.get(uses[i].pid, 0), uses[i].sm)
             number_ = c.c_uint(256)
-            infos = (Info * 256)()
-            call = getattr(lib, "nvmlDeviceGetComputeRunningProcesses_v3", None) or getattr(lib, "nvmlDeviceGetComputeRunningProcesses_v2", None)
+            infos = (Info * 256)()  # type: ignore[operator]
+            call = getattr(lib, "nvmlDeviceGetComputeRunningProcesses_v3", None) or getattr(lib,
+                "nvmlDeviceGetComputeRunningProcesses_v2", None)
             if call is not None and call(handle, c.byref(number_), infos) == 0:
                 for i in range(min(256, number_.value)):
                     mem = infos[i].mem
-                    out["apps"].append({"uuid": row["uuid"], "index": index, "pid": infos[i].pid, "mem": None if mem >= (1 << 63) else mem,
+                    out["apps"].append({"uuid": row["uuid"], "index": index, "pid": infos[i].pid, "mem": None
+                                        if mem >= (1 << 63) else mem,
                                         "sm_util": shares.get(infos[i].pid), "comm": None})
             out["rows"].append(row)
         out["cuda"] = self.cuda
@@ -2221,7 +2383,7 @@ def ask_nvml(item: "tuple[int, float]") -> dict:
             _nvml.append(None)
     if _nvml[0] is None:
         return {"status": "absent"}
-    out = _nvml[0].read(index == 0)
+    out = _nvml[0].read(index == 0)  # type: dict
     out["t"] = time.monotonic() - start
     return out
 
@@ -2250,14 +2412,18 @@ def gpu_holders(_: object = None) -> dict:
 def gpu_report(answers: "list[dict]", tool: "str | None", timed_out: bool) -> dict:
     """The answers of one tool, put together GPU by GPU."""
     good = [a for a in answers if a and a.get("rows")]
-    out = {"status": "ok" if good else "timed_out" if timed_out else (answers[0]["status"] if answers and answers[0] else "absent"), "tool": tool,
-           "error": next((a["error"] for a in answers if a and a.get("error")), None), "driver": None, "cuda": None, "gpus": [], "processes": [], "holders": {},
+    out = {"status": "ok" if good else "timed_out" if timed_out else (answers[0]["status"] if answers and answers[0]
+        else "absent"), "tool": tool,
+           "error": next((a["error"] for a in answers if a and a.get("error")), None), "driver": None, "cuda": None,
+           "gpus": [], "processes": [], "holders": {},
            "orphans": []}  # type: dict
     gpus = {}  # type: dict
     for answer in good:
         for row in answer["rows"]:
-            gpu = gpus.setdefault(row.get("index"), {"index": row.get("index"), "uuid": None, "name": None, "bus": None, "samples": [], "ecc_uncorrected": None,
-                                                     "remapped_rows": None, "recovery": None, "lost": False, "mig": False})
+            gpu = gpus.setdefault(row.get("index"), {"index": row.get("index"), "uuid": None, "name": None, "bus": None,
+                                                     "samples": [], "ecc_uncorrected": None,
+                                                     "remapped_rows": None, "recovery": None, "lost": False,
+                                                     "mig": False})
             for key in ("uuid", "name", "bus", "ecc_uncorrected", "remapped_rows", "recovery", "mig"):
                 if row.get(key) is not None:
                     gpu[key] = row[key]
@@ -2271,16 +2437,20 @@ def gpu_report(answers: "list[dict]", tool: "str | None", timed_out: bool) -> di
     if good:
         index_of = {g["uuid"]: g["index"] for g in out["gpus"]}
         for app in good[-1]["apps"]:
-            out["processes"].append({"gpu": app.get("index", index_of.get(app["uuid"])), "pid": app["pid"], "mem": app["mem"], "sm_util": app.get("sm_util"),
+            out["processes"].append({"gpu": app.get("index", index_of.get(app["uuid"])), "pid": app["pid"],
+                                     "mem": app["mem"], "sm_util": app.get("sm_util"),
                                      "comm": app.get("comm"), "user": None, "member": False, "alive": None})
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------------ host
+# ----------------------------------------------------------------------------------------------------------------- host
 
-KERNEL_KINDS = (("oom", r"out of memory|oom-kill|oom_reaper|invoked oom-killer|Killed process"), ("xid", r"NVRM: Xid"), ("nvrm", r"NVRM|nvidia"),
-                ("segfault", r"segfault|general protection|traps:|trap invalid"), ("hung_task", r"blocked for more than|hung_task|soft lockup|rcu.*stall"),
-                ("io_error", r"I/O error|EXT4-fs error|XFS.*(error|shutdown)|nvme.*(timeout|reset)|Buffer I/O"), ("nfs", r"nfs: server|nfs4?:|lustre|ceph:"),
+KERNEL_KINDS = (("oom", r"out of memory|oom-kill|oom_reaper|invoked oom-killer|Killed process"), ("xid", r"NVRM: Xid"),
+                ("nvrm", r"NVRM|nvidia"),
+                ("segfault", r"segfault|general protection|traps:|trap invalid"),
+                ("hung_task", r"blocked for more than|hung_task|soft lockup|rcu.*stall"),
+                ("io_error", r"I/O error|EXT4-fs error|XFS.*(error|shutdown)|nvme.*(timeout|reset)|Buffer I/O"),
+                ("nfs", r"nfs: server|nfs4?:|lustre|ceph:"),
                 ("pcie", r"AER:|PCIe Bus Error"))
 KERNEL_RE = [(kind, re.compile(pattern, re.I)) for kind, pattern in KERNEL_KINDS]
 
@@ -2300,7 +2470,8 @@ def kernel_log(_: object = None) -> dict:
         body = match.group(2) if match else line
         for kind, pattern in KERNEL_RE:
             if pattern.search(body):
-                lines.append({"age_s": round(uptime - float(match.group(1)), 1) if match else None, "text": body[:300], "kind": kind})
+                lines.append({"age_s": round(uptime - float(match.group(1)), 1) if match else None, "text": body[:300],
+                              "kind": kind})
                 break
     return {"readable": True, "lines": lines[-60:]}
 
@@ -2310,8 +2481,10 @@ def host_facts(_: object = None) -> dict:
     load = (text("/proc/loadavg") or "").split()
     running, _, total = load[3].partition("/") if len(load) > 3 else ("", "", "")
     stats = pairs(text("/proc/stat", 1 << 20), ("procs_running", "procs_blocked", "btime"))
-    return {"pressure": pressure if any(pressure.values()) else None, "mem": parse_meminfo(text("/proc/meminfo")), "load": [float(v) for v in load[:3]], "cpus_online": os.cpu_count(),
-            "processes": {"total": int(total) if total.isdigit() else None, "running": int(running) if running.isdigit() else None,
+    return {"pressure": pressure if any(pressure.values()) else None, "mem": parse_meminfo(text("/proc/meminfo")),
+            "load": [float(v) for v in load[:3]], "cpus_online": os.cpu_count(),
+            "processes": {"total": int(total) if total.isdigit() else None, "running": int(running)
+                          if running.isdigit() else None,
                           "blocked": stats.get("procs_blocked")}, "btime": stats.get("btime")}
 
 
@@ -2323,20 +2496,25 @@ def infiniband() -> dict:
                 counters = "%s/%s/ports/%s/counters/" % (base, dev, port)
                 rx, tx = number(counters + "port_rcv_data"), number(counters + "port_xmit_data")
                 if rx is not None:
-                    out["%s/%s" % (dev, port)] = {"rx_bytes": rx * 4, "tx_bytes": (tx or 0) * 4, "state": (text("%s/%s/ports/%s/state" % (base, dev, port)) or "").strip()}
+                    out["%s/%s" % (dev, port)] = {"rx_bytes": rx * 4, "tx_bytes": (tx or 0) * 4,
+                                                  "state": (text("%s/%s/ports/%s/state" % (base, dev, port))
+                                                            or "").strip()}
     except OSError:
         pass
     return out
 
 
-# -------------------------------------------------------------------------------------------------------- slurm and NCCL
+# ------------------------------------------------------------------------------------------------------- slurm and NCCL
 
 
 def ask_slurm(job: str) -> dict:
     """What the scheduler says of a job, where its tools are here."""
     out = {"job": job, "tools": False, "state": None, "text": {}}  # type: dict
-    for name, argv in (("scontrol", ["scontrol", "-o", "show", "job", job]), ("squeue", ["squeue", "-h", "-j", job, "-o", "%i|%T|%r|%M|%l|%N|%u"]),
-                       ("sacct", ["sacct", "-n", "-P", "-j", job, "-o", "JobID,State,ExitCode,DerivedExitCode,Elapsed,Timelimit,MaxRSS,Start,End,NodeList,Reason"])):
+    for name, argv in (("scontrol", ["scontrol", "-o", "show", "job", job]), ("squeue", ["squeue", "-h", "-j", job,
+        "-o", "%i|%T|%r|%M|%l|%N|%u"]),
+                       ("sacct", ["sacct", "-n", "-P", "-j", job, "-o",
+                                  "JobID,State,ExitCode,DerivedExitCode,Elapsed,Timelimit,MaxRSS,Start,"
+                                  "End,NodeList,Reason"])):
         status, blob = run_tool(argv, 65536)
         if status == 127 and not blob.strip():
             continue
@@ -2358,12 +2536,14 @@ def slurm_pids(table: Table, job: str, until: float) -> "list[int]":
         if re.search(r"[/_]job_?%s(/|$|\.)" % re.escape(job), text("/proc/%d/cgroup" % pid, 8192) or "", re.M):
             return True
         try:
-            return bool(re.search(b"(^|\0)SLURM_JOB(_)?ID=" + re.escape(job).encode() + b"(\0|$)", slurp("/proc/%d/environ" % pid, 262144)))
+            return bool(re.search(b"(^|\0)SLURM_JOB(_)?ID=" + re.escape(job).encode() + b"(\0|$)",
+                                  slurp("/proc/%d/environ" % pid, 262144)))
         except OSError:
             return False
 
     pids = [p for p in table.rows if p not in table.me and not table.kernel(p)]
-    return [p for p, hit in zip(pids, collect("slurm job", pids, look, until, each=0.4, blame=lambda p: {"pid": p})) if hit]
+    return [p for p, hit in zip(pids, collect("slurm job", pids, look, until, each=0.4, blame=lambda p: {"pid": p}))
+            if hit]
 
 
 def ask_ras(port: int) -> dict:
@@ -2394,8 +2574,10 @@ def ask_ras(port: int) -> dict:
 
 
 def nccl_dumps(patterns: "list[str]") -> "list[dict]":
-    """Flight Recorder dumps and NCCL debug files: listed only. A dump is a pickle, and nobody unpickles another's pickle."""
-    found = []
+    """Flight Recorder dumps and NCCL debug files: listed only. A dump is a pickle, and nobody unpickles another's
+    pickle.
+    """
+    found = []  # type: list
     for pattern in patterns[:12]:
         folder, prefix = os.path.split(pattern)
         try:
@@ -2406,7 +2588,8 @@ def nccl_dumps(patterns: "list[str]") -> "list[dict]":
                     if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False):
                         info = entry.stat(follow_symlinks=False)
                         rank = re.search(r"(\d+)$", entry.name)
-                        found.append({"path": entry.path, "size": info.st_size, "mtime": info.st_mtime, "rank": int(rank.group(1)) if rank else None,
+                        found.append({"path": entry.path, "size": info.st_size, "mtime": info.st_mtime,
+                                      "rank": int(rank.group(1)) if rank else None,
                                       "kind": "debug_file" if "debug" in pattern.lower() else "flight_recorder"})
         except OSError:
             continue
@@ -2414,14 +2597,16 @@ def nccl_dumps(patterns: "list[str]") -> "list[dict]":
     return found[:64]
 
 
-# ---------------------------------------------------------------------------------------------------------------- stacks
+# --------------------------------------------------------------------------------------------------------------- stacks
 
 
 def py_spy_threads(blob: str) -> "list[dict]":
     threads = []
     for thread in json.loads(blob):
-        threads.append({"tid": thread.get("os_thread_id"), "name": thread.get("thread_name"), "active": bool(thread.get("active")), "owns_gil": bool(thread.get("owns_gil")),
-                        "frames": [{"func": f.get("name"), "file": f.get("short_filename") or f.get("filename"), "line": f.get("line")} for f in thread.get("frames", [])[:60]]})
+        threads.append({"tid": thread.get("os_thread_id"), "name": thread.get("thread_name"),
+                        "active": bool(thread.get("active")), "owns_gil": bool(thread.get("owns_gil")),
+                        "frames": [{"func": f.get("name"), "file": f.get("short_filename") or f.get("filename"),
+                                    "line": f.get("line")} for f in thread.get("frames", [])[:60]]})
     return threads[:64]
 
 
@@ -2436,7 +2621,8 @@ def dump_stacks(job: tuple) -> dict:
         after = parse_status(slurp("/proc/%d/status" % pid, 8192))
     except OSError:
         pass
-    out = {"status": "error", "error": None, "tool": binary, "threads": [], "tracer_after": after.get("TracerPid"), "state_after": (after.get("State") or "?")[:1],
+    out = {"status": "error", "error": None, "tool": binary, "threads": [], "tracer_after": after.get("TracerPid"),
+           "state_after": (after.get("State") or "?")[:1],
            "state_before": before["state"] if before else None}  # type: dict
     if status == 0:
         try:
@@ -2499,11 +2685,12 @@ def trace_calls(job: tuple) -> dict:
         if match:
             counts[match.group(1)] = counts.get(match.group(1), 0) + 1
     ok = any("(" in line and "=" in line or "unfinished" in line for line in lines)
-    return {"status": "ok" if ok else "absent" if status >> 8 == 127 else "denied" if any("not permitted" in line for line in lines) else "error", "lines": lines[-200:],
+    return {"status": "ok" if ok else "absent" if status >> 8 == 127 else "denied" if any("not permitted" in line
+        for line in lines) else "error", "lines": lines[-200:],
             "counts": counts}
 
 
-# ------------------------------------------------------------------------------------------------------------------ main
+# ----------------------------------------------------------------------------------------------------------------- main
 
 CAPS = ((2, "DAC_READ_SEARCH"), (19, "SYS_PTRACE"), (21, "SYS_ADMIN"), (34, "SYSLOG"))
 
@@ -2519,17 +2706,25 @@ def user_name(uid: int) -> "str | None":
 
 def meta_facts(started: float) -> dict:
     uname = os.uname()
-    caps = int((re.search(r"CapEff:\s*(\w+)", text("/proc/self/status") or "") or re.match("(0)", "0")).group(1), 16)  # type: ignore[union-attr]
+    effective = re.search(r"CapEff:\s*(\w+)", text("/proc/self/status") or "")
+    caps = int(effective.group(1), 16) if effective else 0
     uptime = float((text("/proc/uptime") or "0").split()[0])
     mounts = text("/proc/self/mountinfo", 1 << 20) or ""
     proc = next((line for line in mounts.splitlines() if " /proc " in line and " - proc " in line), "")
     mapped = (text("/proc/self/uid_map", 256) or "").split()
-    container = os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv") or bool(re.search(r"docker|kubepods|containerd|lxc|libpod", text("/proc/1/cgroup", 4096) or ""))
-    return {"host": uname.nodename, "kernel": uname.release, "arch": uname.machine, "cpus": os.cpu_count(), "page_size": PAGE, "python": "%d.%d.%d" % sys.version_info[:3],
-            "boot_id": (text("/proc/sys/kernel/random/boot_id") or "").strip() or None, "uptime_s": uptime, "boot_time": started - uptime, "uid": os.geteuid(), "user": None,
-            "root": os.geteuid() == 0, "caps": [name for bit, name in CAPS if caps >> bit & 1], "yama": number("/proc/sys/kernel/yama/ptrace_scope"),
-            "hidepid": bool(re.search(r"hidepid=(1|2|noaccess|invisible|ptraceable|4)", proc)), "container": container, "user_ns": mapped[:3] != ["0", "0", "4294967295"],
-            "pid_ns": bracket(readlink("/proc/self/ns/pid") or ""), "started": started, "took_s": None, "cpu_s": None, "sample_cpu_s": [], "sample_times": [], "via": "local",
+    first = text("/proc/1/cgroup", 4096) or ""
+    container = os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv") or \
+        bool(re.search(r"docker|kubepods|containerd|lxc|libpod", first))
+    return {"host": uname.nodename, "kernel": uname.release, "arch": uname.machine, "cpus": os.cpu_count(),
+            "page_size": PAGE, "python": "%d.%d.%d" % sys.version_info[:3],
+            "boot_id": (text("/proc/sys/kernel/random/boot_id") or "").strip() or None, "uptime_s": uptime,
+            "boot_time": started - uptime, "uid": os.geteuid(), "user": None,
+            "root": os.geteuid() == 0, "caps": [name for bit, name in CAPS if caps >> bit & 1],
+            "yama": number("/proc/sys/kernel/yama/ptrace_scope"),
+            "hidepid": bool(re.search(r"hidepid=(1|2|noaccess|invisible|ptraceable|4)", proc)), "container": container,
+            "user_ns": mapped[:3] != ["0", "0", "4294967295"],
+            "pid_ns": bracket(readlink("/proc/self/ns/pid") or ""), "started": started, "took_s": None, "cpu_s": None,
+            "sample_cpu_s": [], "sample_times": [], "via": "local",
             "reduced": False, "clock_offset_s": 0.0, "redacted": False}
 
 
@@ -2545,9 +2740,12 @@ class Session(object):
         self.unseen = []  # type: list
         self.meta = meta_facts(self.wall)
         self.table = Table()
-        self.target = {"asked": request.get("asked"), "kind": request.get("kind"), "host": request.get("host"), "pid": None, "starttime": None, "exists": False,
-                       "zombie": False, "exit_code": None, "how": None, "alternatives": [], "same_user": None, "kernel_thread": False, "ours": None,
-                       "log": request.get("log"), "run_dir": None, "name": None, "ended": None, "note": None}  # type: dict
+        self.target = {"asked": request.get("asked"), "kind": request.get("kind"), "host": request.get("host"),
+                       "pid": None, "starttime": None, "exists": False,
+                       "zombie": False, "exit_code": None, "how": None, "alternatives": [], "same_user": None,
+                       "kernel_thread": False, "ours": None,
+                       "log": request.get("log"), "run_dir": None, "name": None, "ended": None,
+                       "note": None}  # type: dict
         self.extra_logs = []  # type: list
         self.gpu_asked = None  # type: Courier | None
 
@@ -2569,7 +2767,8 @@ class Session(object):
                     chosen, target["how"] = int(group.group(1)), "the process of thread %d" % pid
                 else:
                     target["pid"] = pid
-                    target["note"] = "no process %d here" % pid + (" (processes of other users are hidden on this host)" if self.meta["hidepid"] else "")
+                    target["note"] = "no process %d here" % pid + (" (processes of other users are hidden on this "
+                                                                   "host)" if self.meta["hidepid"] else "")
         elif kind == "name":
             table.read_commands(list(table.rows), until)
             found = find_by_name(table, str(value))
@@ -2583,7 +2782,8 @@ class Session(object):
         elif kind in ("log", "run_dir", "path"):
             place = collect("target", [str(value)], find_path, until, each=1.0, blame=lambda p: {"path": p})[0]
             if place is None:
-                target.update(kind="log" if kind == "path" else kind, note="%s does not exist on this host, or its file system does not answer" % value)
+                target.update(kind="log" if kind == "path" else kind,
+                              note="%s does not exist on this host, or its file system does not answer" % value)
                 target["log" if target["kind"] == "log" else "run_dir"] = str(value)
             else:
                 kind, value = place
@@ -2592,7 +2792,8 @@ class Session(object):
         elif kind == "slurm":
             pids = slurm_pids(table, str(value), until)
             table.read_commands(pids, until)
-            best = sorted(topmost(table, pids), key=lambda p: (table.rows[p]["comm"] == "slurmstepd", -table.score(p)[0], p))
+            best = sorted(topmost(table, pids), key=lambda p: (table.rows[p]["comm"] == "slurmstepd",
+                                                               -table.score(p)[0], p))
             if best:
                 chosen, target["how"] = best[0], "job %s of the scheduler" % value
                 others = [brief(table, p, ["same job"], 0) for p in best[1:5]]
@@ -2619,11 +2820,13 @@ class Session(object):
                 pids.append(process["pid"])
         if not pids:
             for answer in collect("gpu holders", [0], gpu_holders, until, each=1.0):
-                pids += [p for p, devices in (answer or {}).items() if "/dev/nvidia" + value in devices and p in table.rows]
+                pids += [p for p, devices in (answer or {}).items() if "/dev/nvidia" + value in devices
+                         and p in table.rows]
         table.read_commands(pids, until)
         pids = sorted(topmost(table, pids), key=lambda p: (-table.score(p)[0], p))
         if not pids:
-            target["note"] = "no visible process uses GPU %s" % value if report["status"] == "ok" else "the GPU tool gave no answer (%s)" % report["status"]
+            target["note"] = "no visible process uses GPU %s" % value if report["status"] == "ok" else \
+                "the GPU tool gave no answer (%s)" % report["status"]
             return None, []
         target["how"] = "the process on GPU %s" % value
         return pids[0], [brief(table, p, ["on the same GPU"], table.score(p)[0]) for p in pids[1:5]]
@@ -2643,22 +2846,27 @@ class Session(object):
                 hits += [dict(hit, pid=p, tee=hit["pid"]) for p in writers if table.kind(p) not in ("tee", "shell")]
         if below and not [h for h in hits if h["writes"]]:
             table.read_commands(list(table.rows), until)
-            hits += [{"pid": p, "fd": None, "writes": False, "cwd": False} for p in table.rows if p not in table.me and path in table.line(p) and table.python(p)]
-        ranked = sorted(hits, key=lambda h: (not h["writes"], table.kind(h["pid"]) in ("tee", "shell", "tracker"), -table.score(h["pid"])[0], table.rows[h["pid"]]["starttime"]))
+            hits += [{"pid": p, "fd": None, "writes": False, "cwd": False} for p in table.rows if p not in table.me
+                     and path in table.line(p) and table.python(p)]
+        ranked = sorted(hits, key=lambda h: (not h["writes"], table.kind(h["pid"]) in ("tee", "shell", "tracker"),
+                                             -table.score(h["pid"])[0], table.rows[h["pid"]]["starttime"]))
         ranked = [h for h in ranked if h["writes"] or below]
         if not ranked:
             target["note"] = "no visible process has %s open for writing" % path
             return None, []
         tops = topmost(table, [h["pid"] for h in ranked])
         best = next(h for h in ranked if h["pid"] in tops)
-        target["how"] = ("the process that writes %s" % os.path.basename(path)) + (" through tee" if "tee" in best else "") if best["writes"] else "a process at work in %s" % path
-        return best["pid"], [brief(table, h["pid"], ["has it open"], table.score(h["pid"])[0]) for h in ranked if h["pid"] != best["pid"]][:4]
+        target["how"] = ("the process that writes %s" % os.path.basename(path)) + (" through tee" if "tee" in best
+            else "") if best["writes"] else "a process at work in %s" % path
+        return best["pid"], [brief(table, h["pid"], ["has it open"], table.score(h["pid"])[0]) for h in ranked
+                             if h["pid"] != best["pid"]][:4]
 
     def _neighbours(self, pid: int) -> "list[int]":
         """Those a pipe most likely leads to: same session or group, ancestors and their children."""
         rows = self.table.rows
         row = rows[pid]
-        near = {p for p, r in rows.items() if r["pgrp"] == row["pgrp"] or (r["session"] == row["session"] and row["session"] > 0)}
+        near = {p for p, r in rows.items() if r["pgrp"] == row["pgrp"] or (r["session"] == row["session"]
+            and row["session"] > 0)}
         for above in self.table.ancestors(pid)[:6]:
             if above > 1:
                 near.add(above)
@@ -2681,7 +2889,8 @@ class Session(object):
                 answer["t"] = time.monotonic() - start
             return answer
 
-        return Courier("gpu", list(enumerate(times)), look, each=2.5, before=wait, restarts=0, blame=lambda _i: {"path": "NVML or nvidia-smi"})
+        return Courier("gpu", list(enumerate(times)), look, each=2.5, before=wait, restarts=0,
+                       blame=lambda _i: {"path": "NVML or nvidia-smi"})
 
     def _gpu_answer(self) -> dict:
         courier = self.gpu_asked
@@ -2694,7 +2903,8 @@ class Session(object):
         if courier.errors and report["status"] == "absent":
             report.update(status="error", tool="nvml", error=str(list(courier.errors.values())[0]))
         if report["status"] == "absent" and gpu_present():
-            report.update(status="error", error="a driver is loaded, but neither libnvidia-ml.so.1 nor nvidia-smi answers here")
+            report.update(status="error",
+                          error="a driver is loaded, but neither libnvidia-ml.so.1 nor nvidia-smi answers here")
         return report
 
     # .. one job
@@ -2709,21 +2919,26 @@ class Session(object):
         Courier.dismiss()
         used = os.times()
         self.meta.update(took_s=round(time.monotonic() - self.start, 3), cpu_s=round(sum(used[:4]), 3))
-        snapshot["not_visible"], snapshot["probes_timed_out"], snapshot["errors"] = self.unseen, Courier.timed_out, self.errors
+        snapshot.update(not_visible=self.unseen, probes_timed_out=Courier.timed_out, errors=self.errors)
         return snapshot
 
     def _empty(self, snapshot: dict) -> None:
-        snapshot.update(job={"main": None, "launcher": None, "launcher_nproc": None, "world_size": None, "members": [], "left_out": 0, "ranks": [], "kinds": {}, "edges": [],
-                             "by": None}, processes={}, samples=[], died=[], mounts={}, files={}, datasets=[], logs=[], outputs=[], caches=[], sockets=[], listening=[],
-                        locks=[], lockfiles=[], pipes=[], cgroups={}, gpu={}, host={}, kernel_log={}, nccl={"ras": None, "dumps": []}, slurm=None, stacks={}, deep={})
+        snapshot.update(job={"main": None, "launcher": None, "launcher_nproc": None, "world_size": None, "members": [],
+                             "left_out": 0, "ranks": [], "kinds": {}, "edges": [],
+                             "by": None}, processes={}, samples=[], died=[], mounts={}, files={}, datasets=[], logs=[],
+                             outputs=[], caches=[], sockets=[], listening=[],
+                        locks=[], lockfiles=[], pipes=[], cgroups={}, gpu={}, host={}, kernel_log={}, nccl={"ras": None,
+                            "dumps": []}, slurm=None, stacks={}, deep={})
 
     def _common(self) -> dict:
         """Facts that need no process."""
         blame = {"blame": lambda _i: {}}  # type: dict
-        return {"host": Courier("host", [0], host_facts, each=0.5, **blame), "kernel_log": Courier("kernel log", [0], kernel_log, each=0.7, **blame),
+        return {"host": Courier("host", [0], host_facts, each=0.5, **blame), "kernel_log": Courier("kernel log", [0],
+            kernel_log, each=0.7, **blame),
                 "shm": Courier("statvfs", ["/dev/shm"], shm_use, each=0.5, blame=lambda p: {"path": p}),
                 "tmp": Courier("statvfs", ["/tmp"], statvfs_of, each=0.5, blame=lambda p: {"path": p}),
-                "users": Courier("user names", sorted({os.geteuid()} | {u for u in [self.table.uid(self.target["pid"] or 0)] if u is not None}), user_name, each=0.7),
+                "users": Courier("user names", sorted({os.geteuid()} | {u for u in [self.table.uid(self.target["pid"]
+                    or 0)] if u is not None}), user_name, each=0.7),
                 "infiniband": Courier("infiniband", [0], lambda _i: infiniband(), each=0.5)}
 
     def _take_common(self, snapshot: dict, common: dict) -> None:
@@ -2734,8 +2949,10 @@ class Session(object):
         log = common["kernel_log"].value() or {"readable": False, "lines": []}
         snapshot["kernel_log"] = log
         if not log["readable"]:
-            self.unseen.append({"what": "the kernel log", "why": "dmesg is restricted here", "needs": "root (CAP_SYSLOG)", "command": "sudo dmesg -T | tail -50"})
-        names = dict(zip(common["users"].items, [common["users"].out.get(i) for i in range(len(common["users"].items))]))
+            self.unseen.append({"what": "the kernel log", "why": "dmesg is restricted here",
+                                "needs": "root (CAP_SYSLOG)", "command": "sudo dmesg -T | tail -50"})
+        names = dict(zip(common["users"].items, [common["users"].out.get(i)
+                                                 for i in range(len(common["users"].items))]))
         self.users = names
         self.meta["user"] = names.get(os.geteuid())
 
@@ -2746,13 +2963,17 @@ class Session(object):
         common = self._common()
         if self.gpu_asked is None:
             self.gpu_asked = self._ask_gpu([0.0])
-        slurm = Courier("slurm", [str(self.ask["value"])], ask_slurm, each=2.0) if self.ask.get("kind") == "slurm" else None
+        slurm = Courier("slurm", [str(self.ask["value"])], ask_slurm,
+                        each=2.0) if self.ask.get("kind") == "slurm" else None
         logs = [p for p in (target["log"], self.ask.get("log")) if p]
         if target["run_dir"]:
-            for found in collect("run directory", [target["run_dir"]], lambda p: newest_logs((p, 0.0)), self.soft, each=0.8, blame=lambda p: {"path": p}):
+            for found in collect("run directory", [target["run_dir"]], lambda p: newest_logs((p, 0.0)), self.soft,
+                                 each=0.8, blame=lambda p: {"path": p}):
                 logs += found or []
-            for found in collect("run directory", [target["run_dir"]], lambda p: recent_outputs((p, 0.0)), self.soft, each=0.8, blame=lambda p: {"path": p}):
-                snapshot["outputs"] = [self._output(f, None, []) for f in found or [] if not LOG_NAME.search(os.path.basename(f["path"]))][:24]
+            for found in collect("run directory", [target["run_dir"]], lambda p: recent_outputs((p, 0.0)), self.soft,
+                                 each=0.8, blame=lambda p: {"path": p}):
+                snapshot["outputs"] = [self._output(f, None, []) for f in found or []
+                                       if not LOG_NAME.search(os.path.basename(f["path"]))][:24]
                 logs += [f["path"] for f in found or [] if LOG_NAME.search(os.path.basename(f["path"]))][:3]
         if slurm is not None:
             Courier.pump(self.soft, [slurm])
@@ -2766,24 +2987,30 @@ class Session(object):
         def wait(item: tuple) -> None:
             time.sleep(max(0.0, base + times[item[0]] - time.monotonic()))
 
-        watch = Courier("log size", pause, lambda item: self._size(item[1]), each=0.7, before=wait, blame=lambda item: {"path": item[1]})
+        watch = Courier("log size", pause, lambda item: self._size(item[1]), each=0.7, before=wait,
+                        blame=lambda item: {"path": item[1]})
         Courier.pump(self.soft, [watch, self.gpu_asked] + list(common.values()))
         growth = {}  # type: dict
         for index, (_i, path) in enumerate(pause):
             if index in watch.out:
                 growth.setdefault(path, []).append(watch.out[index][0])
-        reader = Courier("log", [(p, p, HEAD_BYTES, TAIL_BYTES) for p in logs], read_log, each=1.0, blame=lambda j: {"path": j[0]})
+        reader = Courier("log", [(p, p, HEAD_BYTES, TAIL_BYTES) for p in logs], read_log, each=1.0,
+                         blame=lambda j: {"path": j[0]})
         Courier.pump(max(self.soft, time.monotonic() + 0.3), [reader])
         for index, path in enumerate(logs):
             body = reader.out.get(index)
-            how = "given" if path in (target["log"], self.ask.get("log")) else "run_dir" if target["run_dir"] else "slurm"
-            entry = log_entry(path, how, growth=growth.get(path, []), error=None if body else reader.errors.get(len(snapshot["logs"])) or "did not answer in time")
+            how = "given" if path in (target["log"],
+                                      self.ask.get("log")) else "run_dir" if target["run_dir"] else "slurm"
+            entry = log_entry(path, how, growth=growth.get(path, []), error=None if body
+                              else reader.errors.get(len(snapshot["logs"])) or "did not answer in time")
             if body:
                 entry.update({k: v for k, v in body.items() if k != "ino"})
                 entry["age_s"] = round(time.time() - body["mtime"], 1)
             snapshot["logs"].append(entry)
-        snapshot["samples"] = [{"t": round(t, 3), "wall": self.wall + t, "cpu_s": 0.0, "procs": {}, "logs": {p: {"size": g[i]} for p, g in growth.items() if i < len(g)},
-                                "outputs": {}, "caches": {}, "host": host_counters({})} for i, t in enumerate(times) if i == len(times) - 1]
+        snapshot["samples"] = [{"t": round(t, 3), "wall": self.wall + t, "cpu_s": 0.0, "procs": {},
+                                "logs": {p: {"size": g[i]} for p, g in growth.items() if i < len(g)},
+                                "outputs": {}, "caches": {}, "host": host_counters({})} for i, t in enumerate(times)
+                                if i == len(times) - 1]
         self.meta["sample_times"] = times
         self._take_common(snapshot, common)
         self._finish_gpu(snapshot)
@@ -2793,7 +3020,8 @@ class Session(object):
         oom_since = None
         if last is not None and snapshot["kernel_log"]["readable"]:
             oom_since = any(line["age_s"] is not None and time.time() - line["age_s"] >= last - 60 for line in ooms)
-        target["ended"] = {"by": "pid gone" if self.ask.get("kind") in ("pid", "name", "slurm", "gpu", "search") else "log only", "last_output": last,
+        target["ended"] = {"by": "pid gone" if self.ask.get("kind") in ("pid", "name", "slurm", "gpu", "search")
+                           else "log only", "last_output": last,
                            "log_age_s": min(ages) if ages else None, "oom_since": oom_since, "core_files": []}
 
     @staticmethod
@@ -2814,7 +3042,8 @@ class Session(object):
             process["comm"] = process["comm"] or (row["comm"] if row else None)
         report["holders"] = {str(p): d for p, d in holders.items()}
         held = set(holders) | {p["pid"] for p in report["processes"] if p["pid"] in self.table.rows}
-        report["orphans"] = sorted(p for p in held if p not in members and p in self.table.rows and self.table.rows[p]["ppid"] == 1)
+        report["orphans"] = sorted(p for p in held if p not in members and p in self.table.rows
+                                   and self.table.rows[p]["ppid"] == 1)
         if report["status"] == "absent":
             report["error"] = None
         snapshot["gpu"] = report
@@ -2824,11 +3053,13 @@ class Session(object):
         table, target, soft = self.table, self.target, self.soft
         job = Job(table, pid, min(soft, self.start + 2.0))
         row = table.rows[pid]
-        target.update(pid=pid, starttime=row["starttime"], exists=True, zombie=row["state"] in "ZX", same_user=table.uid(pid) == os.geteuid(), kernel_thread=table.kernel(pid))
+        target.update(pid=pid, starttime=row["starttime"], exists=True, zombie=row["state"] in "ZX",
+                      same_user=table.uid(pid) == os.geteuid(), kernel_thread=table.kernel(pid))
         self.job, self.readers = job, {}  # type: ignore[var-annotated]
         self._find_readers()
         members = job.members
-        costly = [p for p in members if job.kinds[p] in ("main", "rank", "launcher")][:12] + [p for p in members if job.kinds[p] in ("fork", "spawned", "other")][:3]
+        costly = [p for p in members if job.kinds[p] in ("main", "rank", "launcher")][:12] + [p for p in members
+            if job.kinds[p] in ("fork", "spawned", "other")][:3]
         common = self._common()
         groups, keys = {}, {}  # type: dict, dict
         hierarchies = cgroup_mounts()
@@ -2840,14 +3071,17 @@ class Session(object):
             if key not in keys and len(keys) < 4 and places:
                 keys[key] = places
         sampler, items, begin = self._start_sampler(members, keys)
-        identity = Courier("identity", [(p, p in costly) for p in members[:96] if table.rows[p]["state"] not in "ZX"], identify, each=0.5,
+        identity = Courier("identity", [(p, p in costly) for p in members[:96] if table.rows[p]["state"] not in "ZX"],
+                           identify, each=0.5,
                            blame=lambda j: {"pid": j[0], "path": "/proc/%d/environ or maps" % j[0]})
-        mounts_of = Courier("mountinfo", [job.main if job.main in table.rows else pid], lambda p: text("/proc/%d/mountinfo" % p, 2 << 20), each=0.5, blame=lambda p: {"pid": p})
+        mounts_of = Courier("mountinfo", [job.main if job.main in table.rows else pid],
+                            lambda p: text("/proc/%d/mountinfo" % p, 2 << 20), each=0.5, blame=lambda p: {"pid": p})
         if self.gpu_asked is None:
             self.gpu_asked = self._ask_gpu([0.0, min(1.6, self.times[-1])])
         cgroups = Courier("cgroup", list(keys), lambda k: cgroup_facts(keys[k]), each=0.6)
         firsts = [i for i, (s, _p) in enumerate(items) if s == 0]
-        Courier.pump(min(soft, begin + 1.2), ready=lambda: sampler.done or all(i in sampler.out or i in sampler.errors for i in firsts))
+        Courier.pump(min(soft, begin + 1.2), ready=lambda: sampler.done or all(i in sampler.out or i in sampler.errors
+            for i in firsts))
         Courier.pump(min(soft, time.monotonic() + 0.8), [identity, mounts_of])
         ids = {p: identity.out.get(i) for i, (p, _m) in enumerate(identity.items)}
         self.mounts = parse_mountinfo(mounts_of.value() or "")
@@ -2866,7 +3100,9 @@ class Session(object):
         Courier.pump(min(soft, begin + self.times[-1] + 1.2), [sampler, fact["watch"]])
         self._assemble_samples(snapshot, sampler, items, begin, fact)
         self._late_files(snapshot, fact, first)
-        Courier.pump(min(soft, time.monotonic() + 0.5), [c for c in list(fact.values()) + list(common.values()) + [identity, cgroups, self.gpu_asked] if isinstance(c, Courier)])
+        Courier.pump(min(soft, time.monotonic() + 0.5), [c for c in list(fact.values()) + list(common.values())
+                                                         + [identity, cgroups, self.gpu_asked] if isinstance(c,
+                                                                                                             Courier)])
         self._take_common(snapshot, common)
         self._take_processes(snapshot, ids, first, groups)
         self._take_facts(snapshot, fact, first, ids)
@@ -2881,7 +3117,7 @@ class Session(object):
     def _find_readers(self) -> None:
         """Who reads the job's output pipes: a tee joins the job, so that its files count as logs."""
         job, table = self.job, self.table
-        wanted = {}
+        wanted = {}  # type: dict
         for pid in [p for p in job.members if job.kinds[p] in ("main", "rank", "launcher")][:8]:
             for fd in (1, 2):
                 target = readlink("/proc/%d/fd/%d" % (pid, fd)) or ""
@@ -2893,7 +3129,8 @@ class Session(object):
         found = pipe_peers(pids, min(self.soft, self.start + 2.0))
         missing = [i for i in wanted if not any(reads for _p, _f, reads, _w in found.get(i, ()))]
         if missing and len(table.rows) < 5000:
-            rest = [p for p in table.rows if p not in pids and not table.kernel(p) and table.rows[p]["state"] not in "ZX"]
+            rest = [p for p in table.rows if p not in pids and not table.kernel(p)
+                    and table.rows[p]["state"] not in "ZX"]
             for inode, ends in pipe_peers(rest, min(self.soft, self.start + 2.0)).items():
                 found.setdefault(inode, []).extend(ends)
         for inode, writer in wanted.items():
@@ -2924,8 +3161,7 @@ class Session(object):
             index, pid = item
             before = time.process_time()
             if pid is None:
-                out = sampler.host(index, known, family, keys)
-                out["t"] = time.monotonic()
+                out = dict(sampler.host(index, known, family, keys), t=time.monotonic())  # type: dict | None
             else:
                 out = sampler.look(index, pid)
                 if out is not None:
@@ -2940,12 +3176,14 @@ class Session(object):
             hung.add(item[1])
             return {"pid": item[1], "path": "/proc/%s" % item[1]}
 
-        return Courier("sample", items, look, each=0.8, before=wait, skip=lambda item: item[1] in hung and item[1] is not None, blame=blame, restarts=4), items, begin
+        return Courier("sample", items, look, each=0.8, before=wait, skip=lambda item: item[1] in hung
+                       and item[1] is not None, blame=blame, restarts=4), items, begin
 
     def _assemble_samples(self, snapshot: dict, sampler: Courier, items: list, begin: float, fact: dict) -> None:
         samples = []
         for index in range(len(self.times)):
-            sample = {"t": None, "wall": None, "cpu_s": 0.0, "procs": {}, "logs": {}, "outputs": {}, "caches": {}, "host": {}}  # type: dict
+            sample = {"t": None, "wall": None, "cpu_s": 0.0, "procs": {}, "logs": {}, "outputs": {}, "caches": {},
+                      "host": {}}  # type: dict
             for i, (s, pid) in enumerate(items):
                 out = sampler.out.get(i)
                 if s != index or not out:
@@ -2981,8 +3219,10 @@ class Session(object):
         for earlier, later in zip(samples, samples[1:]):
             for pid, look in earlier["procs"].items():
                 if pid not in later["procs"] and not any(t.get("pid") == int(pid) for t in Courier.timed_out):
-                    snapshot["died"].append({"pid": int(pid), "comm": look["stat"]["comm"], "kind": self.job.kinds.get(int(pid), "other"), "after_t": earlier["t"],
-                                             "before_t": later["t"], "last_state": look["stat"]["state"], "exit_code": look["stat"]["exit_code"]})
+                    snapshot["died"].append({"pid": int(pid), "comm": look["stat"]["comm"],
+                                             "kind": self.job.kinds.get(int(pid), "other"), "after_t": earlier["t"],
+                                             "before_t": later["t"], "last_state": look["stat"]["state"],
+                                             "exit_code": look["stat"]["exit_code"]})
 
     def _adopt(self, pid: int, look: dict) -> None:
         """A process born during the sampling."""
@@ -3011,7 +3251,8 @@ class Session(object):
             if path:
                 add(path, "given", None, None, "file")
         asked = self.target["pid"]
-        order = [main] + ([asked] if asked != main and job.kinds.get(asked) in ("rank", "launcher", "other", "shell") else []) + job.rank_pids[:8]
+        order = [main] + ([asked] if asked != main and job.kinds.get(asked) in ("rank", "launcher", "other", "shell")
+                          else []) + job.rank_pids[:8]
         order += [job.launcher] if job.launcher else []
         for pid in [p for i, p in enumerate(order) if p in first and p not in order[:i]]:
             for fd in (1, 2):
@@ -3020,21 +3261,30 @@ class Session(object):
                     continue
                 how = "fd%d" % fd
                 if held["kind"] in ("file", "shm"):
-                    add(held["path"], how, pid, fd, "file", deleted=bool(held.get("deleted")), append=bool(held.get("append")), mnt=held.get("mnt"))
+                    add(held["path"], how, pid, fd, "file", deleted=bool(held.get("deleted")),
+                        append=bool(held.get("append")), mnt=held.get("mnt"))
                 elif held["kind"] == "pipe":
                     readers = self.readers.get(held.get("inode"), [])
-                    to = [{"pid": p, "comm": self.table.rows[p]["comm"], "cmd": self.table.line(p)} for p, _fd in readers if p in self.table.rows]
+                    to = [{"pid": p, "comm": self.table.rows[p]["comm"], "cmd": self.table.line(p)} for p,
+                          _fd in readers if p in self.table.rows]
                     for p, _fd in readers:
                         for n, other in sorted((first.get(p) or {"fds": {}})["fds"].items()):
-                            if other["kind"] == "file" and (other.get("access") or "r") != "r" and other["path"] != held["path"]:
-                                add(other["path"], "tee", p, int(n), "file", via=p, deleted=bool(other.get("deleted")), append=bool(other.get("append")), mnt=other.get("mnt"))
+                            if other["kind"] == "file" and (other.get("access")
+                                                            or "r") != "r" and other["path"] != held["path"]:
+                                add(other["path"], "tee", p, int(n), "file", via=p, deleted=bool(other.get("deleted")),
+                                    append=bool(other.get("append")), mnt=other.get("mnt"))
                     add(held["path"], how, pid, fd, "pipe", to=to[0] if to else None)
                 else:
-                    add(held["path"], how, pid, fd, held["kind"] if held["kind"] in ("tty", "socket", "null") else "file" if held["path"].startswith("/") else "other")
+                    add(held["path"], how, pid, fd, held["kind"] if held["kind"] in ("tty", "socket", "null")
+                        else "file" if held["path"].startswith("/") else "other")
         for pid in job.members[:64]:
+            if job.kinds.get(pid) == "reader":
+                continue
             for n, held in sorted((first.get(pid) or {"fds": {}})["fds"].items(), key=lambda x: int(x[0])):
-                if held["kind"] == "file" and (held.get("access") or "r") != "r" and int(n) > 2 and LOG_NAME.search(os.path.basename(held["path"])) and job.kinds.get(pid) != "reader":
-                    add(held["path"], "open", pid, int(n), "file", deleted=bool(held.get("deleted")), append=bool(held.get("append")), mnt=held.get("mnt"))
+                writes = held["kind"] == "file" and (held.get("access") or "r") != "r"
+                if writes and int(n) > 2 and LOG_NAME.search(os.path.basename(held["path"])):
+                    add(held["path"], "open", pid, int(n), "file", deleted=bool(held.get("deleted")),
+                        append=bool(held.get("append")), mnt=held.get("mnt"))
         for path in self.extra_logs:
             add(path, "slurm", None, None, "file")
         rank = {"given": 0, "fd1": 1, "fd2": 2, "tee": 1, "slurm": 3, "open": 4}
@@ -3048,9 +3298,11 @@ class Session(object):
         return self.reach(entry["path"])
 
     def _start_facts(self, first: dict, ids: dict, main: int, begin: float) -> dict:
-        job, reach, table, fact = self.job, self.reach, self.table, {}
+        job, reach, table, fact = self.job, self.reach, self.table, {}  # type: Job, Reach, Table, dict
         env = (ids.get(main) or {}).get("environ") or {}
-        slurm_id = str(self.ask["value"]) if self.ask.get("kind") == "slurm" else env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
+        slurm_id = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")
+        if self.ask.get("kind") == "slurm":
+            slurm_id = str(self.ask["value"])
         if slurm_id:
             fact["slurm"] = Courier("slurm", [slurm_id], ask_slurm, each=2.0)
         logs = self._log_candidates(first, ids, main)
@@ -3058,7 +3310,8 @@ class Session(object):
             cwd = (ids.get(main) or {}).get("cwd")
             since = self.wall - (self.meta["uptime_s"] - table.rows[main]["starttime"]) - 5
             places = [p for p in (self.target["run_dir"], cwd) if p]
-            for place, more in zip(places, collect("logs beside", [(reach(p), since) for p in places], newest_logs, min(self.soft, time.monotonic() + 0.5), each=0.4,
+            for place, more in zip(places, collect("logs beside", [(reach(p), since) for p in places], newest_logs,
+                                                   min(self.soft, time.monotonic() + 0.5), each=0.4,
                                                    blame=lambda j: {"path": j[0]}, skip=lambda j: reach.blocked(j[0]))):
                 for path in more or []:
                     path = place + path[len(reach(place)):]
@@ -3077,39 +3330,48 @@ class Session(object):
                 side = outs if (held.get("access") or "r") != "r" and held["kind"] == "file" else data
                 if held["kind"] == "shm" and side is data:
                     continue  # shared memory between workers; counted under host.shm
-                entry = side.setdefault(held["path"], {"pids": [], "fds": {}, "mnt": held.get("mnt"), "kind": held["kind"], "deleted": held.get("deleted", False)})
+                entry = side.setdefault(held["path"], {"pids": [], "fds": {}, "mnt": held.get("mnt"),
+                                                       "kind": held["kind"], "deleted": held.get("deleted", False)})
                 if len(entry["pids"]) < 32:
                     entry["pids"].append(pid)
                     entry["fds"][str(pid)] = int(n)
         for pid, known in ids.items():
             for path, size in ((known or {}).get("maps") or {}).get("mapped", []):
-                entry = data.setdefault(path, {"pids": [], "fds": {}, "mnt": mount_of(self.mounts, path), "kind": "file", "deleted": False})
+                entry = data.setdefault(path, {"pids": [], "fds": {}, "mnt": mount_of(self.mounts, path),
+                                               "kind": "file", "deleted": False})
                 entry["mapped"] = size
                 if pid not in entry["pids"] and len(entry["pids"]) < 32:
                     entry["pids"].append(pid)
         fact["data"], fact["outs"] = data, outs
         since = max(self.wall - 3600, self.wall - (self.meta["uptime_s"] - table.rows[main]["starttime"]) - 5)
         cwd = (ids.get(main) or {}).get("cwd")
-        roots = [p for p in [self.target["run_dir"], cwd] + [os.path.dirname(e["path"]) for e in logs if e["kind"] == "file" and e["path"]][:2] if p]
-        roots = [p for i, p in enumerate(roots) if p not in roots[:i] and p not in ("/", "/tmp", "/root", "/home") and not p.startswith(("/dev", "/proc"))][:4]
-        fact["recent"] = Courier("outputs", [(reach(p), since) for p in roots], recent_outputs, each=0.8, blame=lambda j: {"path": j[0]}, skip=lambda j: reach.blocked(j[0]))
+        roots = [p for p in [self.target["run_dir"], cwd] + [os.path.dirname(e["path"]) for e in logs
+                                                             if e["kind"] == "file" and e["path"]][:2] if p]
+        roots = [p for i, p in enumerate(roots) if p not in roots[:i] and p not in ("/", "/tmp", "/root", "/home")
+                 and not p.startswith(("/dev", "/proc"))][:4]
+        fact["recent"] = Courier("outputs", [(reach(p), since) for p in roots], recent_outputs, each=0.8,
+                                 blame=lambda j: {"path": j[0]}, skip=lambda j: reach.blocked(j[0]))
         fact["recent_roots"] = roots
         reads = self._file_jobs(data)
-        fact["files"] = Courier("file", reads, lambda j: inspect_file(j[1]), each=0.5, blame=lambda j: {"path": j[0]}, skip=lambda j: reach.blocked(j[0]))
+        fact["files"] = Courier("file", reads, lambda j: inspect_file(j[1]), each=0.5, blame=lambda j: {"path": j[0]},
+                                skip=lambda j: reach.blocked(j[0]))
         used = {}  # type: dict
-        for path, role in [(p, "data") for p in data] + [(p, "output") for p in outs] + [(e["path"], "log") for e in logs if e["kind"] == "file"] + [(cwd, "cwd")] + \
+        for path, role in [(p, "data") for p in data] + [(p, "output") for p in outs] + [(e["path"], "log")
+            for e in logs if e["kind"] == "file"] + [(cwd, "cwd")] + \
                 [("/dev/shm", "shm"), (env.get("TMPDIR") or "/tmp", "tmp")] + [(p, "output") for p in roots]:
             key = mount_of(self.mounts, path) if path else None
             if key is not None and role not in used.setdefault(key, []):
                 used[key].append(role)
         fact["used"] = used
-        fact["statvfs"] = Courier("statvfs", sorted(used), lambda k: statvfs_of(reach(self.mounts[k]["mountpoint"])), each=0.6,
+        fact["statvfs"] = Courier("statvfs", sorted(used), lambda k: statvfs_of(reach(self.mounts[k]["mountpoint"])),
+                                  each=0.6,
                                   blame=lambda k: {"path": self.mounts[k]["mountpoint"], "mount": k})
         Courier.pump(min(self.soft, time.monotonic() + 0.25), [fact["recent"]])
         caches = cache_dirs(env, None, env.get("USER"))
         fact["caches"] = caches
         watched = [("log", self._touch(e), e["path"]) for e in logs if e["kind"] == "file" and e["path"]]
-        watched += [("output", self._fd_path(p, e) if e["deleted"] or not reach.same else reach(p), p) for p, e in list(outs.items())[:24]]
+        watched += [("output", self._fd_path(p, e) if e["deleted"] or not reach.same else reach(p), p) for p,
+                    e in list(outs.items())[:24]]
         have = set(outs)
         for index, root in enumerate(roots):
             for found in fact["recent"].out.get(index) or []:
@@ -3125,15 +3387,20 @@ class Session(object):
 
         fact["touch"] = {name: path for _w, path, name in watched}
         fact["watch"] = Courier("size", [(i, what, name) for i in range(len(times)) for what, _p, name in watched],
-                                lambda item: survey_cache(fact["touch"][item[2]]) if item[1] == "cache" else self._size(fact["touch"][item[2]]), each=0.6, before=wait,
-                                blame=lambda item: {"path": fact["touch"][item[2]]}, skip=lambda item: reach.blocked(fact["touch"][item[2]]), restarts=6)
-        socket_inodes = {h["inode"] for look in first.values() for h in look["fds"].values() if h["kind"] == "socket" and h.get("inode")}
+                                lambda item: survey_cache(fact["touch"][item[2]]) if item[1] == "cache"
+                                else self._size(fact["touch"][item[2]]), each=0.6, before=wait,
+                                blame=lambda item: {"path": fact["touch"][item[2]]},
+                                skip=lambda item: reach.blocked(fact["touch"][item[2]]), restarts=6)
+        socket_inodes = {h["inode"] for look in first.values() for h in look["fds"].values() if h["kind"] == "socket"
+                         and h.get("inode")}
         ports = list(KNOWN_PORTS) + ([int(env["MASTER_PORT"])] if env.get("MASTER_PORT", "").isdigit() else [])
-        fact["tcp"] = Courier("sockets", [main], lambda p: tcp_table(p, socket_inodes, tuple(ports)), each=0.6, blame=lambda p: {"pid": p, "path": "/proc/%d/net/tcp" % p})
+        fact["tcp"] = Courier("sockets", [main], lambda p: tcp_table(p, socket_inodes, tuple(ports)), each=0.6,
+                              blame=lambda p: {"pid": p, "path": "/proc/%d/net/tcp" % p})
         fact["unix"] = Courier("unix sockets", [main], lambda p: unix_peers(p, socket_inodes), each=0.5)
         fact["locks"] = Courier("locks", [0], lambda _i: parse_locks(text("/proc/locks", 1 << 20) or ""), each=0.5)
         fact["ras"] = Courier("NCCL RAS", [28028], ask_ras, each=1.6)
-        patterns = [env.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or env.get("TORCH_FR_DUMP_TEMP_FILE") or "/tmp/nccl_trace_rank_", "/tmp/nccl_trace_rank_"]
+        patterns = [env.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or env.get("TORCH_FR_DUMP_TEMP_FILE")
+                    or "/tmp/nccl_trace_rank_", "/tmp/nccl_trace_rank_"]
         if env.get("NCCL_DEBUG_FILE"):
             patterns.append(re.split(r"[.%]", env["NCCL_DEBUG_FILE"])[0])
         patterns = [reach(p) for i, p in enumerate(patterns) if p not in patterns[:i]]
@@ -3147,9 +3414,11 @@ class Session(object):
 
     def _file_jobs(self, data: dict, seen: "set | tuple" = ()) -> "list[tuple]":
         """(path, how to open it) of data files to look at: big extensions first, at most 24."""
-        likely = re.compile(r"\.(pt|pth|bin|npy|npz|h5|hdf5|parquet|arrow|tar|zarr|safetensors|tfrecords?|mdb|rec|jpe?g|png|jsonl?|gz|zst|idx|dat|pkl|ckpt|wav|flac|mp4|txt|csv)$", re.I)
+        likely = re.compile(r"\.(pt|pth|bin|npy|npz|h5|hdf5|parquet|arrow|tar|zarr|safetensors|tfrecords?|mdb|rec|"
+                            r"jpe?g|png|jsonl?|gz|zst|idx|dat|pkl|ckpt|wav|flac|mp4|txt|csv)$", re.I)
         order = sorted((p for p in data if p not in seen), key=lambda p: (not likely.search(p), p))
-        return [(p, self._fd_path(p, data[p]) if data[p]["fds"] and (data[p]["deleted"] or not self.reach.same) else self.reach(p)) for p in order[:24]]
+        return [(p, self._fd_path(p, data[p]) if data[p]["fds"] and (data[p]["deleted"] or not self.reach.same)
+                 else self.reach(p)) for p in order[:24]]
 
     def _late_files(self, snapshot: dict, fact: dict, first: dict) -> None:
         """Data files that came up after the first sample, the data sets they belong to, and the logs' bytes."""
@@ -3160,19 +3429,25 @@ class Session(object):
                 if self.job.kinds.get(int(pid)) in ("tee", "reader"):
                     continue
                 for n, held in look["fds"].items():
-                    if held["kind"] not in ("file", "shm") or is_library(held["path"]) or (held.get("access") or "r") != "r":
+                    if held["kind"] not in ("file", "shm") or is_library(held["path"]) or (held.get("access")
+                        or "r") != "r":
                         continue
                     if held["path"] not in data and len(data) < 400:
-                        data[held["path"]] = {"pids": [int(pid)], "fds": {pid: int(n)}, "mnt": held.get("mnt"), "kind": held["kind"], "deleted": held.get("deleted", False)}
+                        data[held["path"]] = {"pids": [int(pid)], "fds": {pid: int(n)}, "mnt": held.get("mnt"),
+                                              "kind": held["kind"], "deleted": held.get("deleted", False)}
         seen = {j[0] for j in fact["files"].items}
-        fact["files2"] = Courier("file", self._file_jobs(data, seen), lambda j: inspect_file(j[1]), each=0.4, blame=lambda j: {"path": j[0]}, skip=lambda j: reach.blocked(j[0]))
+        fact["files2"] = Courier("file", self._file_jobs(data, seen), lambda j: inspect_file(j[1]), each=0.4,
+                                 blame=lambda j: {"path": j[0]}, skip=lambda j: reach.blocked(j[0]))
         for path, entry in data.items():
             ext = os.path.splitext(path)[1]
-            if ext and not path.startswith(("/dev/", "/memfd", "/proc/", "/etc/", "/usr/")) and not entry["deleted"] and ext not in (".lock", ".py", ".so", ".conf", ".pem", ".crt"):
+            if ext and not path.startswith(("/dev/", "/memfd", "/proc/", "/etc/",
+                                            "/usr/")) and not entry["deleted"] and ext not in (".lock", ".py", ".so",
+                                                                                               ".conf", ".pem", ".crt"):
                 names.setdefault((os.path.dirname(path), ext), set()).add(os.path.basename(path))
         dirs = sorted(names, key=lambda k: -len(names[k]))[:6]
         fact["dataset_keys"] = [(d, e, sorted(names[(d, e)])) for d, e in dirs]
-        fact["datasets"] = Courier("data set", [(reach(d), e, sorted(names[(d, e)])[:200]) for d, e in dirs], survey_dir, each=1.3, blame=lambda j: {"path": j[0]},
+        fact["datasets"] = Courier("data set", [(reach(d), e, sorted(names[(d, e)])[:200]) for d, e in dirs],
+                                   survey_dir, each=1.3, blame=lambda j: {"path": j[0]},
                                    skip=lambda j: reach.blocked(j[0]))
         if "slurm" in fact and fact["slurm"].done:
             for path in (fact["slurm"].value() or {}).get("stdout", []):
@@ -3183,13 +3458,17 @@ class Session(object):
             if entry["kind"] == "file" and entry["path"]:
                 full = big < 2
                 big += 1
-                jobs.append((self._touch(entry), reach(entry["path"]), HEAD_BYTES if full else HEAD_BYTES // 8, TAIL_BYTES if full else TAIL_BYTES // 8, entry["path"]))
+                jobs.append((self._touch(entry), reach(entry["path"]), HEAD_BYTES if full else HEAD_BYTES // 8,
+                             TAIL_BYTES if full else TAIL_BYTES // 8, entry["path"]))
         fact["log_jobs"] = jobs
-        fact["log_bytes"] = Courier("log", jobs, lambda j: read_log(j[:4]), each=1.0, blame=lambda j: {"path": j[4]}, skip=lambda j: reach.blocked(j[4]))
+        fact["log_bytes"] = Courier("log", jobs, lambda j: read_log(j[:4]), each=1.0, blame=lambda j: {"path": j[4]},
+                                    skip=lambda j: reach.blocked(j[4]))
 
     def _output(self, found: dict, pid: "int | None", growth: list) -> dict:
-        return {"path": found["path"], "size": found["size"], "mtime": found["mtime"], "age_s": round(time.time() - found["mtime"], 1) if found["mtime"] else None,
-                "growth": growth, "open_by": pid, "tmp": bool(TEMPORARY.search(found["path"])), "kind": output_kind(found["path"])}
+        return {"path": found["path"], "size": found["size"], "mtime": found["mtime"],
+                "age_s": round(time.time() - found["mtime"], 1) if found["mtime"] else None,
+                "growth": growth, "open_by": pid, "tmp": bool(TEMPORARY.search(found["path"])),
+                "kind": output_kind(found["path"])}
 
     def _take_facts(self, snapshot: dict, fact: dict, first: dict, ids: dict) -> None:
         job, table, samples = self.job, self.table, snapshot["samples"]
@@ -3199,7 +3478,8 @@ class Session(object):
                 if work[4] == entry["path"] and entry["kind"] == "file":
                     body = fact["log_bytes"].out.get(index)
                     if body:
-                        entry.update({k: v for k, v in body.items() if k != "ino" and not (k == "rotated" and entry["deleted"])})
+                        entry.update({k: v for k, v in body.items() if k != "ino" and not (k == "rotated"
+                            and entry["deleted"])})
                         entry["age_s"] = round(time.time() - body["mtime"], 1)
                     else:
                         entry["error"] = fact["log_bytes"].errors.get(index) or "did not answer in time"
@@ -3207,18 +3487,22 @@ class Session(object):
             if entry["mnt"] is None and entry["path"] and entry["kind"] == "file":
                 entry["mnt"] = mount_of(self.mounts, entry["path"])
             if entry["error"] and re.search("Permission", entry["error"]):
-                self.unseen.append({"what": "the log %s" % entry["path"], "why": "not readable for this user", "needs": "read permission", "command": None})
+                self.unseen.append({"what": "the log %s" % entry["path"], "why": "not readable for this user",
+                                    "needs": "read permission", "command": None})
         snapshot["logs"] = fact["logs"]
         # outputs
         last = samples[-1]["outputs"] if samples else {}
         for path, seen in last.items():
             holder = fact["outs"].get(path)
             growth = [s["outputs"][path]["size"] for s in samples if path in s["outputs"]]
-            snapshot["outputs"].append(self._output({"path": path, "size": seen["size"], "mtime": seen["mtime"]}, holder["pids"][0] if holder else None, growth))
+            snapshot["outputs"].append(self._output({"path": path, "size": seen["size"], "mtime": seen["mtime"]},
+                                                    holder["pids"][0] if holder else None, growth))
         grown = {o["path"] for o in snapshot["outputs"] if o["open_by"] is None and len(set(o["growth"])) > 1}
         if grown:  # a file that grows may be somebody else's
             outsiders = [p for p in table.rows if p not in job.members and p not in table.me and not table.kernel(p)]
-            theirs = {p for paths in collect("open files", outsiders, lambda p: sorted(grown.intersection(open_paths(p))), time.monotonic() + 0.4, each=0.3)
+            theirs = {p for paths in collect("open files", outsiders,
+                                             lambda p: sorted(grown.intersection(open_paths(p))), time.monotonic()
+                                             + 0.4, each=0.3)
                       for p in paths or ()}
             snapshot["outputs"] = [o for o in snapshot["outputs"] if o["path"] not in theirs]
         snapshot["outputs"].sort(key=lambda o: -(o["mtime"] or 0))
@@ -3227,14 +3511,18 @@ class Session(object):
             for index, (path, _how) in enumerate(courier.items):
                 entry = fact["data"][path]
                 seen = courier.out.get(index) or {}
-                snapshot["files"][path] = {"pids": entry["pids"], "fds": entry["fds"], "mnt": entry["mnt"], "mapped": entry.get("mapped"), "size": seen.get("size"),
-                                           "mtime": seen.get("mtime"), "kind": seen.get("kind", entry["kind"]), "cached": seen.get("cached"), "cached_by": seen.get("cached_by"),
-                                           "dirty": seen.get("dirty"), "evicted": seen.get("evicted"), "recently_evicted": seen.get("recently_evicted"), "role": "data"}
+                snapshot["files"][path] = {"pids": entry["pids"], "fds": entry["fds"], "mnt": entry["mnt"],
+                                           "mapped": entry.get("mapped"), "size": seen.get("size"),
+                                           "mtime": seen.get("mtime"), "kind": seen.get("kind", entry["kind"]),
+                                           "cached": seen.get("cached"), "cached_by": seen.get("cached_by"),
+                                           "dirty": seen.get("dirty"), "evicted": seen.get("evicted"),
+                                           "recently_evicted": seen.get("recently_evicted"), "role": "data"}
         for index, (path, ext, names) in enumerate(fact["dataset_keys"]):
             seen = fact["datasets"].out.get(index)
             if seen:
                 mnt = mount_of(self.mounts, path)
-                snapshot["datasets"].append({"dir": path, "ext": ext, "files": seen["files"], "bytes": seen["bytes"], "exact": seen["exact"], "mnt": mnt, "seen": names[:50],
+                snapshot["datasets"].append({"dir": path, "ext": ext, "files": seen["files"], "bytes": seen["bytes"],
+                                             "exact": seen["exact"], "mnt": mnt, "seen": names[:50],
                                              "cached": seen["cached"], "checked": seen.get("checked", 0)})
         # mounts
         hung = {t.get("mount") for t in Courier.timed_out if t["probe"] == "statvfs"}
@@ -3250,12 +3538,16 @@ class Session(object):
         # caches
         watch = fact["watch"]
         for name, path in fact["caches"]:
-            looks = [watch.out[i] for i, (_s, what, n) in enumerate(watch.items) if what == "cache" and n == name and i in watch.out]
+            looks = [watch.out[i] for i, (_s, what, n) in enumerate(watch.items) if what == "cache" and n == name
+                     and i in watch.out]
             if looks:
                 now = looks[-1]
-                snapshot["caches"].append({"name": name, "path": path, "entries": now["entries"], "mtime": now["mtime"] or None,
-                                           "age_s": round(time.time() - now["mtime"], 1) if now["mtime"] else None, "newest": now["newest"],
-                                           "growth": [v["entries"] for v in looks], "locks": now["locks"], "incomplete": now["incomplete"]})
+                snapshot["caches"].append({"name": name, "path": path, "entries": now["entries"], "mtime": now["mtime"]
+                                           or None,
+                                           "age_s": round(time.time() - now["mtime"], 1) if now["mtime"] else None,
+                                           "newest": now["newest"],
+                                           "growth": [v["entries"] for v in looks], "locks": now["locks"],
+                                           "incomplete": now["incomplete"]})
         # sockets
         owners = {}  # type: dict
         for pid, look in first.items():
@@ -3268,7 +3560,8 @@ class Session(object):
             pid, fd = owners.get(entry["inode"], (None, None))
             entry.update(pid=pid, fd=fd)
             if entry["state"] == "LISTEN":
-                snapshot["listening"].append({"port": entry["lport"], "addr": entry["local"], "pid": pid, "comm": table.rows[pid]["comm"] if pid in table.rows else None})
+                snapshot["listening"].append({"port": entry["lport"], "addr": entry["local"], "pid": pid,
+                                              "comm": table.rows[pid]["comm"] if pid in table.rows else None})
             elif pid is not None and len(snapshot["sockets"]) < 400:
                 if entry["proto"] != "unix":
                     other = owners.get(ends.get((entry["peer"], entry["pport"], entry["local"], entry["lport"])))
@@ -3284,18 +3577,21 @@ class Session(object):
         for lock in fact["locks"].value(0, []) or []:
             if lock["holder"] in members or members.intersection(lock["waiters"]) or lock["ino"] in inos:
                 row = table.rows.get(lock["holder"])
-                lock.update(path=inos.get(lock["ino"]), holder_comm=row["comm"] if row else None, holder_cmd=table.line(lock["holder"]) if row else None)
+                lock.update(path=inos.get(lock["ino"]), holder_comm=row["comm"] if row else None,
+                            holder_cmd=table.line(lock["holder"]) if row else None)
                 snapshot["locks"].append(lock)
         for pid, look in first.items():
             for held in look["fds"].values():
-                if held["kind"] == "file" and re.search(r"(\.lock|/lock)$", held["path"]) and len(snapshot["lockfiles"]) < 40:
+                if held["kind"] == "file" and re.search(r"(\.lock|/lock)$",
+                                                        held["path"]) and len(snapshot["lockfiles"]) < 40:
                     snapshot["lockfiles"].append({"path": held["path"], "pid": pid, "age_s": None, "open": True})
         # pipes and edges
         pipes = {}  # type: dict
         for pid, look in first.items():
             for n, held in look["fds"].items():
                 if held["kind"] == "pipe" and held.get("inode"):
-                    pipe = pipes.setdefault(held["inode"], {"inode": held["inode"], "writers": [], "readers": [], "queued": None})
+                    pipe = pipes.setdefault(held["inode"], {"inode": held["inode"], "writers": [], "readers": [],
+                                                            "queued": None})
                     access = held.get("access") or "rw"
                     if "w" in access and len(pipe["writers"]) < 24:
                         pipe["writers"].append({"pid": pid, "fd": int(n)})
@@ -3310,12 +3606,15 @@ class Session(object):
         edges = []
         for pipe in snapshot["pipes"]:
             if len(pipe["writers"]) <= 4 and len(pipe["readers"]) <= 4:
-                edges += [{"from": w["pid"], "fd": w["fd"], "to": r["pid"], "to_fd": r["fd"], "inode": pipe["inode"], "via": "pipe"} for w in pipe["writers"]
+                edges += [{"from": w["pid"], "fd": w["fd"], "to": r["pid"], "to_fd": r["fd"], "inode": pipe["inode"],
+                           "via": "pipe"} for w in pipe["writers"]
                           for r in pipe["readers"] if w["pid"] != r["pid"]]
         ranks, world = job.ranks({p: (ids.get(p) or {}).get("environ") or {} for p in ids})
         nproc = job.nproc()
-        snapshot["job"] = {"main": job.main, "launcher": job.launcher, "launcher_nproc": nproc, "world_size": world or nproc, "members": job.members, "left_out": job.left_out,
-                           "ranks": ranks, "kinds": {str(p): k for p, k in job.kinds.items()}, "edges": edges[:400], "by": job.by}
+        snapshot["job"] = {"main": job.main, "launcher": job.launcher, "launcher_nproc": nproc, "world_size": world
+                           or nproc, "members": job.members, "left_out": job.left_out,
+                           "ranks": ranks, "kinds": {str(p): k for p, k in job.kinds.items()}, "edges": edges[:400],
+                           "by": job.by}
         snapshot["nccl"] = {"ras": fact["ras"].value(), "dumps": fact["dumps"].value(0, []) or []}
         snapshot["slurm"] = fact["slurm"].value() if "slurm" in fact else None
         shm_names = [h["path"] for look in first.values() for h in look["fds"].values() if h["kind"] == "shm"]
@@ -3326,7 +3625,8 @@ class Session(object):
         for pid, row in started.items():
             now = stat_of(pid) if row["state"] == "R" or row["utime"] + row["stime"] > 5 else None
             if now and now["starttime"] == row["starttime"]:
-                share = (now["utime"] + now["stime"] - row["utime"] - row["stime"]) / max(0.1, time.monotonic() - self.start)
+                share = (now["utime"] + now["stime"] - row["utime"] - row["stime"]) / max(0.1,
+                    time.monotonic() - self.start)
                 if share > 0.1 and pid not in table.me:
                     busy.append({"pid": pid, "comm": now["comm"], "cpu_share": round(share, 2), "rss": now["rss"]})
         snapshot["host"]["top"] = sorted(busy, key=lambda b: -b["cpu_share"])[:8]
@@ -3336,18 +3636,22 @@ class Session(object):
         blind = {}  # type: dict
         for pid in job.members:
             row, known = table.rows[pid], ids.get(pid) or {}
-            look = first.get(pid) or next((s["procs"][str(pid)] for s in snapshot["samples"] if str(pid) in s["procs"]), None) or {"status": {}, "fds": {}, "threads": {}}
+            look = first.get(pid) or next((s["procs"][str(pid)] for s in snapshot["samples"] if str(pid) in s["procs"]),
+                                          None) or {"status": {}, "fds": {}, "threads": {}}
             args = table.args(pid)
             script, module, unbuffered = python_entry(args)
             python = table.python(pid)
             environ = known.get("environ")
             denied = set(look.get("denied", ()))
             status = look["status"]
-            memory = {"rss": status.get("VmRSS"), "pss": None, "swap": status.get("VmSwap"), "anon": status.get("RssAnon"), "file": status.get("RssFile"),
-                      "shmem": status.get("RssShmem"), "peak": status.get("VmHWM")}
+            memory = {"rss": status.get("VmRSS"), "pss": None, "swap": status.get("VmSwap"),
+                      "anon": status.get("RssAnon"), "file": status.get("RssFile"),
+                      "shmem": status.get("RssShmem"), "peak": status.get("VmHWM")}  # type: dict
             sleeping = [t for t in look["threads"].values() if t["state"] in "SD"]
-            visible = {"io": look.get("io") is not None, "fd": bool(look["fds"]) or ("fd" not in denied and "fd_count" in look), "syscall": "syscall" not in denied,
-                       "wchan": not sleeping or any(t["wchan"] for t in sleeping), "environ": environ is not None, "maps": known.get("maps") is not None}
+            visible = {"io": look.get("io") is not None, "fd": bool(look["fds"]) or ("fd" not in denied
+                and "fd_count" in look), "syscall": "syscall" not in denied,
+                       "wchan": not sleeping or any(t["wchan"] for t in sleeping), "environ": environ is not None,
+                       "maps": known.get("maps") is not None}  # type: dict
             libs = (known.get("maps") or {}).get("libs") or []
             score, why = table.score(pid)
             frameworks = [n for n in libs if n in ("torch", "jax", "tensorflow", "mxnet", "paddle")]
@@ -3356,16 +3660,27 @@ class Session(object):
             if any(h["kind"] == "nvidia" for h in look["fds"].values()):
                 score, why = min(100, score + 30), why + ["holds a GPU device"]
             pidns = status.get("nspid") or [pid]
-            entry = {"comm": row["comm"], "ppid": row["ppid"], "kind": job.kinds[pid], "uid": (status.get("uids") or [table.uid(pid)])[0], "user": None, "starttime": row["starttime"],
-                     "age_s": round(self.meta["uptime_s"] - row["starttime"], 2), "cmdline": args or None, "exe": known.get("exe"), "cwd": known.get("cwd"),
-                     "visible": visible, "environ": {k: v for k, v in environ.items() if k not in ("HOME", "USER", "LOGNAME", "PWD")} if environ is not None else None,
-                     "python": {"unbuffered_flag": unbuffered if args else None, "unbuffered_env": bool(environ.get("PYTHONUNBUFFERED")) if environ is not None else None,
+            entry = {"comm": row["comm"], "ppid": row["ppid"], "kind": job.kinds[pid], "uid": (status.get("uids")
+                or [table.uid(pid)])[0], "user": None, "starttime": row["starttime"],
+                     "age_s": round(self.meta["uptime_s"] - row["starttime"], 2), "cmdline": args or None,
+                     "exe": known.get("exe"), "cwd": known.get("cwd"),
+                     "visible": visible, "environ": {k: v for k, v in environ.items() if k not in ("HOME", "USER",
+                         "LOGNAME", "PWD")} if environ is not None else None,
+                     "python": {"unbuffered_flag": unbuffered if args else None,
+                                "unbuffered_env": bool(environ.get("PYTHONUNBUFFERED")) if environ is not None
+                                else None,
                                 "script": script, "module": module} if python else None,
-                     "libs": libs if known.get("maps") is not None else None, "mapped": [{"path": p, "size": s} for p, s in (known.get("maps") or {}).get("mapped", [])],
-                     "ns": {"pid": pidns, "mnt": bracket(known.get("ns_mnt") or ""), "same_mnt": known.get("ns_mnt") == readlink("/proc/self/ns/mnt") if known.get("ns_mnt") else None,
-                            "root": known.get("root")}, "limits": known.get("limits"), "oom_score": known.get("oom_score"), "oom_score_adj": known.get("oom_score_adj"),
-                     "nice": row["nice"], "cpus_allowed": cpu_count(status.get("Cpus_allowed_list")), "memory": memory, "fd_count": look.get("fd_count"),
-                     "fds_left_out": look.get("fds_left_out"), "cgroup": groups.get(pid), "training": {"score": score, "why": why}}  # type: dict
+                     "libs": libs if known.get("maps") is not None else None, "mapped": [{"path": p, "size": s} for p,
+                         s in (known.get("maps") or {}).get("mapped", [])],
+                     "ns": {"pid": pidns, "mnt": bracket(known.get("ns_mnt") or ""),
+                            "same_mnt": known.get("ns_mnt") == readlink("/proc/self/ns/mnt") if known.get("ns_mnt")
+                            else None,
+                            "root": known.get("root")}, "limits": known.get("limits"),
+                            "oom_score": known.get("oom_score"), "oom_score_adj": known.get("oom_score_adj"),
+                     "nice": row["nice"], "cpus_allowed": cpu_count(status.get("Cpus_allowed_list")), "memory": memory,
+                     "fd_count": look.get("fd_count"),
+                     "fds_left_out": look.get("fds_left_out"), "cgroup": groups.get(pid), "training": {"score": score,
+                         "why": why}}  # type: dict
             for name, n in (("stdin", "0"), ("stdout", "1"), ("stderr", "2")):
                 held = look["fds"].get(n)
                 entry[name] = {"path": held["path"], "kind": held["kind"]} if held else None
@@ -3373,21 +3688,27 @@ class Session(object):
             snapshot["processes"][str(pid)] = entry
             if row["state"] not in "ZX" and not table.kernel(pid):
                 for what in ("fd", "io", "syscall", "environ", "maps"):
-                    if not visible[what] and (what != "maps" or known.get("maps_error")) and (what not in ("environ", "maps") or known):
+                    if not visible[what] and (what != "maps" or known.get("maps_error")) and (what not in ("environ",
+                        "maps") or known):
                         blind.setdefault(what, []).append(pid)
-        words = {"fd": "open files", "io": "bytes read and written", "syscall": "system calls in progress", "environ": "environment", "maps": "mapped libraries"}
+        words = {"fd": "open files", "io": "bytes read and written", "syscall": "system calls in progress",
+                 "environ": "environment", "maps": "mapped libraries"}  # type: dict
         for what, pids in blind.items():
             mine = [p for p in pids if table.uid(p) == os.geteuid()]
-            why = "the kernel allows tracing only from a parent (yama %s)" % self.meta["yama"] if mine and self.meta["yama"] else \
-                "protected process of the same user" if mine else "another user's process"
-            self.unseen.append({"what": "%s of %s" % (words[what], ", ".join(str(p) for p in pids[:4]) + (" and %d more" % (len(pids) - 4) if len(pids) > 4 else "")), "why": why,
+            reason = "another user's process" if not mine else "protected process of the same user"
+            if mine and self.meta["yama"]:
+                reason = "the kernel allows tracing only from a parent (yama %s)" % self.meta["yama"]
+            self.unseen.append({"what": "%s of %s" % (words[what], ", ".join(str(p) for p in pids[:4])
+                                                      + (" and %d more" % (len(pids) - 4) if len(pids) > 4 else "")),
+                                                      "why": reason,
                                 "needs": "run as that user, or root (CAP_SYS_PTRACE)", "command": None})
         asked = self.target["pid"]
         main = snapshot["processes"].get(str(job.main)) or {}
-        scores = [snapshot["processes"][str(p)]["training"]["score"] for p in (job.main, asked) if str(p) in snapshot["processes"]]
+        scores = [snapshot["processes"][str(p)]["training"]["score"] for p in (job.main, asked)
+                  if str(p) in snapshot["processes"]]
         self.target["ours"] = (max(scores) >= 30) if scores else None
-        python = main.get("python") or {}
-        self.target["name"] = python.get("script") or python.get("module") or main.get("comm")
+        entry_point = main.get("python") or {}
+        self.target["name"] = entry_point.get("script") or entry_point.get("module") or main.get("comm")
 
     def _end_of_target(self, snapshot: dict) -> None:
         target, samples = self.target, snapshot["samples"]
@@ -3402,7 +3723,8 @@ class Session(object):
             gone = False
         if target["zombie"] or gone:
             ages = [e["age_s"] for e in snapshot["logs"] if e["age_s"] is not None]
-            target["ended"] = {"by": "zombie" if target["zombie"] and not gone else "pid gone", "last_output": time.time() - min(ages) if ages else None,
+            target["ended"] = {"by": "zombie" if target["zombie"] and not gone else "pid gone",
+                               "last_output": time.time() - min(ages) if ages else None,
                                "log_age_s": min(ages) if ages else None, "oom_since": None, "core_files": []}
 
     # .. stacks, on request
@@ -3410,32 +3732,39 @@ class Session(object):
     def _stacks(self, snapshot: dict) -> None:
         job = self.job
         binary = self.ask.get("py_spy") or "py-spy"
-        pids = [p for p in job.members if job.kinds[p] in ("main", "rank", "fork", "spawned") and self.table.python(p) and stat_of(p)][:9]
+        pids = [p for p in job.members if job.kinds[p] in ("main", "rank", "fork", "spawned") and self.table.python(p)
+                and stat_of(p)][:9]
         until = time.monotonic() + 2.6
-        asked = [Courier("py-spy", [(p, binary, False)], dump_stacks, each=2.0, restarts=0, blame=lambda j: {"pid": j[0], "path": None}) for p in pids]
+        asked = [Courier("py-spy", [(p, binary, False)], dump_stacks, each=2.0, restarts=0,
+                         blame=lambda j: {"pid": j[0], "path": None}) for p in pids]
         Courier.pump(until, asked)
         for pid, courier in zip(pids, asked):
-            found = courier.value() or {"status": "timed_out", "error": courier.errors.get(0) or "no answer within 2 s", "tool": binary, "threads": []}
+            found = courier.value() or {"status": "timed_out", "error": courier.errors.get(0) or "no answer within 2 s",
+                                        "tool": binary, "threads": []}
             if "tracer_after" not in found:
                 status = parse_status(slurp("/proc/%d/status" % pid, 8192)) if stat_of(pid) else {}
                 found.update(tracer_after=status.get("TracerPid"), state_after=(status.get("State") or "?")[:1])
             snapshot["stacks"][str(pid)] = found
         bad = [p for p, s in snapshot["stacks"].items() if s["status"] == "denied"]
         if bad:
-            self.unseen.append({"what": "Python stacks of %s" % ", ".join(bad[:4]), "why": "reading another process's memory was refused", "needs": "CAP_SYS_PTRACE",
+            self.unseen.append({"what": "Python stacks of %s" % ", ".join(bad[:4]),
+                                "why": "reading another process's memory was refused", "needs": "CAP_SYS_PTRACE",
                                 "command": "sudo env \"PATH=$PATH\" py-spy dump --nonblocking --pid %s" % bad[0]})
         if any(s["status"] == "absent" for s in snapshot["stacks"].values()):
-            self.unseen.append({"what": "Python stacks", "why": "py-spy is not installed on this host", "needs": "pip install py-spy", "command": None})
+            self.unseen.append({"what": "Python stacks", "why": "py-spy is not installed on this host",
+                                "needs": "pip install py-spy", "command": None})
         if self.ask.get("deep") and pids:
             main = job.main if job.main in pids else pids[0]
-            native = Courier("py-spy --native", [(main, binary, True)], dump_stacks, each=4.0, restarts=0, blame=lambda j: {"pid": j[0]})
+            native = Courier("py-spy --native", [(main, binary, True)], dump_stacks, each=4.0, restarts=0,
+                             blame=lambda j: {"pid": j[0]})
             Courier.pump(time.monotonic() + 4.5, [native])
             calls = Courier("strace", [(main, 2.0)], trace_calls, each=5.0, restarts=0, blame=lambda j: {"pid": j[0]})
             Courier.pump(time.monotonic() + 5.5, [calls])
             gone = {"status": "timed_out", "threads": [], "lines": [], "counts": {}}
             snapshot["deep"][str(main)] = {"native": native.value() or gone, "strace": calls.value() or gone}
             status = parse_status(slurp("/proc/%d/status" % main, 8192)) if stat_of(main) else {}
-            snapshot["deep"][str(main)].update(tracer_after=status.get("TracerPid"), state_after=(status.get("State") or "?")[:1])
+            snapshot["deep"][str(main)].update(tracer_after=status.get("TracerPid"), state_after=(status.get("State")
+                or "?")[:1])
 
     # .. ps
 
@@ -3454,10 +3783,13 @@ class Session(object):
         def wait(item: tuple) -> None:
             time.sleep(max(0.0, begin + item[0] * 1.0 - time.monotonic()))
 
-        looks = Courier("sample", items, lambda item: sampler.look(item[0], item[1]), each=0.8, before=wait, blame=lambda item: {"pid": item[1]})
+        looks = Courier("sample", items, lambda item: sampler.look(item[0], item[1]), each=0.8, before=wait,
+                        blame=lambda item: {"pid": item[1]})
         logs = [(job.main, readlink("/proc/%d/fd/1" % job.main) or "") for job, _s, _w in jobs]
-        ages = Courier("log", [path for _p, path in logs], lambda p: os.stat(p).st_mtime if p.startswith("/") and link_kind(p) == "file" else None, each=0.5, blame=lambda p: {"path": p})
-        users = Courier("user names", sorted({table.uid(job.main) for job, _s, _w in jobs if table.uid(job.main) is not None}), user_name, each=0.7)  # type: ignore[type-var]
+        ages = Courier("log", [path for _p, path in logs], lambda p: os.stat(p).st_mtime if p.startswith("/")
+                       and link_kind(p) == "file" else None, each=0.5, blame=lambda p: {"path": p})
+        users = Courier("user names", sorted({table.uid(job.main) for job, _s, _w in jobs
+                                              if table.uid(job.main) is not None}), user_name, each=0.7)
         Courier.pump(min(self.soft, begin + 2.5), [looks, ages, users, gpu])
         seen = {items[i]: v for i, v in looks.out.items() if v}
         report = self._gpu_answer()
@@ -3474,7 +3806,8 @@ class Session(object):
         rows.sort(key=lambda r: (-r["suspicion"], -r["score"]))
         Courier.dismiss()
         self.meta.update(took_s=round(time.monotonic() - self.start, 3), cpu_s=round(sum(os.times()[:4]), 3))
-        return {"schema": PS_SCHEMA, "meta": self.meta, "rows": rows, "gpu": {"status": report["status"], "error": report["error"]}, "probes_timed_out": Courier.timed_out}
+        return {"schema": PS_SCHEMA, "meta": self.meta, "rows": rows, "gpu": {"status": report["status"],
+            "error": report["error"]}, "probes_timed_out": Courier.timed_out}
 
     def _ps_row(self, job: Job, score: int, why: list, seen: dict, report: dict, util: dict) -> dict:
         cpu, span, moved = 0.0, 1.0, 0
@@ -3488,18 +3821,23 @@ class Session(object):
                 states.append((pid, a["stat"]["state"], b["stat"]["state"]))
                 dead += b["stat"]["state"] in "ZX" and pid != job.main
         main = seen.get((1, job.main)) or seen.get((0, job.main))
-        gpus = [{"index": p["gpu"], "mem": p["mem"], "util": util.get(p["gpu"])} for p in report["processes"] if p["pid"] in job.members]
-        return {"pid": job.main, "launcher": job.launcher, "ranks": len(job.rank_pids), "members": len(job.members), "uid": self.table.uid(job.main),  # type: ignore[arg-type]
+        gpus = [{"index": p["gpu"], "mem": p["mem"], "util": util.get(p["gpu"])} for p in report["processes"]
+                if p["pid"] in job.members]
+        return {"pid": job.main, "launcher": job.launcher, "ranks": len(job.rank_pids), "members": len(job.members),
+                "uid": self.table.uid(job.main),
                 "user": None, "age_s": round(self.meta["uptime_s"] - self.table.rows[job.main]["starttime"], 1),
-                "state": main["stat"]["state"] if main else self.table.rows[job.main]["state"], "cpu": round(cpu / span, 2), "read_bytes_s": int(moved / span),
-                "rss": sum((seen.get((0, p)) or {"stat": {"rss": 0}})["stat"]["rss"] for p in job.members), "gpu": gpus, "wchan": main["wchan"] if main else None,
-                "blocked": sum(1 for _p, x, y in states if x == "D" and y == "D"), "zombies": dead, "log": None, "score": score, "found_by": why, "suspicion": 0, "why": [],
-                "cmd": self.table.line(job.main)}  # type: ignore[arg-type]
+                "state": main["stat"]["state"] if main else self.table.rows[job.main]["state"], "cpu": round(cpu / span,
+                    2), "read_bytes_s": int(moved / span),
+                "rss": sum((seen.get((0, p)) or {"stat": {"rss": 0}})["stat"]["rss"] for p in job.members), "gpu": gpus,
+                "wchan": main["wchan"] if main else None,
+                "blocked": sum(1 for _p, x, y in states if x == "D" and y == "D"), "zombies": dead, "log": None,
+                "score": score, "found_by": why, "suspicion": 0, "why": [],
+                "cmd": self.table.line(job.main)}
 
     @staticmethod
     def _suspect(row: dict) -> None:
         """Points for what a healthy run does not show; only an order to look in, never a verdict."""
-        points, why = 0, []
+        points, why = 0, []  # type: int, list
         log_age = row["log"]["age_s"]
         if row["state"] in "Tt":
             points, why = points + 90, why + ["stopped"]
@@ -3521,9 +3859,10 @@ class Session(object):
 
 def frame(answer: dict, nonce: str) -> bytes:
     """The answer between two marks, so that banners and noise of a login shell cannot be taken for it."""
-    body = json.dumps(answer, separators=(",", ":"))
-    body = re.sub(r"(?<!\\ud[89ab]..)\\ud[c-f]..", "\\\\ufffd", body).encode("ascii")  # names that are no UTF-8
-    return b"\n@@eyas " + nonce.encode() + b" " + str(len(body)).encode() + b"\n" + body + b"\n@@eyas-end " + nonce.encode() + b"\n"
+    words = json.dumps(answer, separators=(",", ":"))
+    body = re.sub(r"(?<!\\ud[89ab]..)\\ud[c-f]..", "\\\\ufffd", words).encode("ascii")  # names that are no UTF-8
+    mark = nonce.encode()
+    return b"\n@@eyas " + mark + b" " + str(len(body)).encode() + b"\n" + body + b"\n@@eyas-end " + mark + b"\n"
 
 
 def main(request: dict) -> int:

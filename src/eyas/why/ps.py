@@ -40,10 +40,19 @@ def render_ps(listing: dict[str, Any], width: int = 120) -> str:
     table = [head]
     for row in rows:
         ranks = f" ({row['ranks']} ranks)" if row["ranks"] > 1 else ""
-        table.append((
-            str(row["pid"]), str(row["user"] or row["uid"]), duration(row["age_s"]), row["state"], f"{row['cpu']:.1f}", gpu_words(row["gpu"]),
-            duration((row["log"] or {}).get("age_s")), "; ".join(row["why"]) or "fine", row["cmd"] + ranks,
-        ))  # fmt: skip
+        table.append(
+            (
+                str(row["pid"]),
+                str(row["user"] or row["uid"]),
+                duration(row["age_s"]),
+                row["state"],
+                f"{row['cpu']:.1f}",
+                gpu_words(row["gpu"]),
+                duration((row["log"] or {}).get("age_s")),
+                "; ".join(row["why"]) or "fine",
+                row["cmd"] + ranks,
+            )
+        )
     widths = [max(len(line[i]) for line in table) for i in range(len(head) - 1)]
     lines = []
     for line in table:

@@ -1,8 +1,9 @@
 """Run the probe, here or on another host, and bring its snapshot back before the deadline.
 
-Here: this interpreter, with the probe on its path as a compiled module. There: the system's own ssh (so that its configuration,
-jump hosts, agents and keys are used), with the probe's text piped to an interpreter. The command line sent is a constant; the
-question travels as JSON inside the text. Without an interpreter of 3.6 or newer a POSIX sh collector gives a reduced snapshot.
+Here: this interpreter, with the probe as a compiled module. There: the system's own ssh (so that its configuration, jump
+hosts, agents and keys are used), with the probe's text piped to an interpreter. The command line sent is a constant; the
+question travels as JSON inside the text. Without an interpreter of 3.6 or newer a POSIX sh collector gives a reduced
+snapshot.
 Nothing is written on either host but ssh's control socket here.
 """
 
@@ -29,11 +30,13 @@ from eyas.why.target import check_host
 LARGEST = 64 << 20  # bytes of answer that are taken
 CONNECT_S = 6
 
-# Constant: no part of it comes from the user. The first line of the input names a process whose own interpreter may serve.
+# Constant: no part of it comes from the user. The first line of the input names a process whose interpreter may serve.
 REMOTE = (
-    "exec /bin/sh -c 'IFS= read -r pid; own=/nonexistent; case \"$(readlink \"/proc/$pid/exe\" 2>/dev/null)\" in "
-    '*python*|*pypy*) own="/proc/$pid/exe";; esac; for p in python3 /usr/libexec/platform-python "$own" /opt/conda/bin/python3 python; do '
-    'if "$p" -I -S -c "import sys; sys.exit(sys.version_info < (3, 6))" </dev/null >/dev/null 2>&1; then exec "$p" -I -S -; fi; done; '
+    'exec /bin/sh -c \'IFS= read -r pid; own=/nonexistent; case "$(readlink "/proc/$pid/exe" 2>/dev/null)" in '
+    '*python*|*pypy*) own="/proc/$pid/exe";; esac; '
+    'for p in python3 /usr/libexec/platform-python "$own" /opt/conda/bin/python3 python; do '
+    'if "$p" -I -S -c "import sys; sys.exit(sys.version_info < (3, 6))" </dev/null >/dev/null 2>&1; '
+    'then exec "$p" -I -S -; fi; done; '
     "echo @@eyas-no-python'"
 )
 REMOTE_SH = "exec /bin/sh -s"
@@ -80,7 +83,8 @@ def _run_here(request: dict[str, Any], nonce: str, timeout: float) -> dict[str, 
     loader = (
         "import sys, json; sys.dont_write_bytecode = True\n"
         "from importlib.machinery import SourceFileLoader as L; import importlib.util as u\n"
-        "s = u.spec_from_loader('eyas_probe', L('eyas_probe', sys.argv[1])); m = u.module_from_spec(s); s.loader.exec_module(m)\n"
+        "s = u.spec_from_loader('eyas_probe', L('eyas_probe', sys.argv[1]))\n"
+        "m = u.module_from_spec(s); s.loader.exec_module(m)\n"
         "m.main(json.loads(sys.stdin.read()))\n"
     )
     command = [sys.executable, "-I", "-S", "-c", loader, str(Path(probe.__file__).resolve())]
@@ -106,8 +110,15 @@ def control_path() -> str | None:
 
 
 def ssh_command(host: str) -> list[str]:
-    """The ssh command line up to the remote command. EYAS_SSH names another ssh with its options (one word an argument)."""
-    command = [*(os.environ.get("EYAS_SSH", "ssh").split()), "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
+    """The ssh command line up to the remote command. EYAS_SSH names another ssh and its options, blank by blank."""
+    command = [
+        *(os.environ.get("EYAS_SSH", "ssh").split()),
+        "-T",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        f"ConnectTimeout={CONNECT_S}",
+    ]
     path = control_path()
     if path is not None:
         command += ["-o", "ControlMaster=auto", "-o", f"ControlPath={path}", "-o", "ControlPersist=60"]
@@ -152,11 +163,19 @@ def shell_header(request: dict[str, Any], nonce: str) -> str:
 
 
 def _communicate(command: list[str], text: bytes, timeout: float) -> tuple[int, bytes, bytes]:
-    """Run, feed, collect; the whole group is ended at the deadline. Errors go to a file: a lasting ssh master keeps its stderr open."""
+    """Run, feed, collect; the whole group is ended at the deadline.
+
+    Errors go to a file: a lasting ssh master keeps its stderr open.
+    """
     with tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True, close_fds=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                close_fds=True,
             )
         except FileNotFoundError as error:
             raise HostUnreachable(f"{command[0]} is not installed here; install the OpenSSH client") from error

@@ -1,7 +1,7 @@
 """Hosts without a usable Python: a POSIX sh collector, and the snapshot made of what it prints.
 
-It reads the safe files three times, then the command line, the descriptors and the tail of the log: enough to tell alive from dead,
-stopped, waiting on a disk, a lock or a pipe. What it leaves out is said in `not_visible`.
+It reads the safe files three times, then the command line, the descriptors and the tail of the log: enough to tell alive
+from dead, stopped, waiting on a disk, a lock or a pipe. What it leaves out is said in `not_visible`.
 """
 
 from __future__ import annotations
@@ -117,34 +117,116 @@ def parse_shell(text: str, nonce: str, request: dict[str, Any]) -> dict[str, Any
     return {
         "schema": probe.SCHEMA,
         "meta": {
-            "host": uname[0].strip(), "kernel": kernel, "arch": uname[2].strip(), "cpus": None, "page_size": ids[2], "python": None,
-            "boot_id": boot or None, "uptime_s": uptime, "boot_time": started - uptime, "uid": ids[0], "user": None,
-            "root": ids[0] == 0, "caps": [], "yama": None, "hidepid": None, "container": None, "pid_ns": None, "started": started,
-            "took_s": None, "cpu_s": None, "sample_cpu_s": [], "sample_times": [s["t"] for s in samples], "via": "sh",
-            "reduced": True, "clock_offset_s": 0.0, "redacted": False,
+            "host": uname[0].strip(),
+            "kernel": kernel,
+            "arch": uname[2].strip(),
+            "cpus": None,
+            "page_size": ids[2],
+            "python": None,
+            "boot_id": boot or None,
+            "uptime_s": uptime,
+            "boot_time": started - uptime,
+            "uid": ids[0],
+            "user": None,
+            "root": ids[0] == 0,
+            "caps": [],
+            "yama": None,
+            "hidepid": None,
+            "container": None,
+            "pid_ns": None,
+            "started": started,
+            "took_s": None,
+            "cpu_s": None,
+            "sample_cpu_s": [],
+            "sample_times": [s["t"] for s in samples],
+            "via": "sh",
+            "reduced": True,
+            "clock_offset_s": 0.0,
+            "redacted": False,
         },
         "target": {
-            "asked": request.get("asked"), "kind": request.get("kind"), "host": request.get("host"), "pid": pid,
-            "starttime": looks[0]["stat"]["starttime"] if looks else None, "exists": alive, "zombie": zombie,
-            "exit_code": looks[-1]["stat"]["exit_code"] if zombie else None, "how": "asked for" if pid else None, "alternatives": [],
-            "same_user": looks[0]["status"].get("uids", [None])[0] == ids[0] if looks else None, "kernel_thread": False,
-            "ours": None, "log": None, "run_dir": None, "name": None,
-            "ended": None if alive and not zombie else {"by": "zombie" if zombie else "pid gone", "last_output": None, "log_age_s": None,
-                                                        "oom_since": None, "core_files": []},
+            "asked": request.get("asked"),
+            "kind": request.get("kind"),
+            "host": request.get("host"),
+            "pid": pid,
+            "starttime": looks[0]["stat"]["starttime"] if looks else None,
+            "exists": alive,
+            "zombie": zombie,
+            "exit_code": looks[-1]["stat"]["exit_code"] if zombie else None,
+            "how": "asked for" if pid else None,
+            "alternatives": [],
+            "same_user": looks[0]["status"].get("uids", [None])[0] == ids[0] if looks else None,
+            "kernel_thread": False,
+            "ours": None,
+            "log": None,
+            "run_dir": None,
+            "name": None,
+            "ended": None
+            if alive and not zombie
+            else {
+                "by": "zombie" if zombie else "pid gone",
+                "last_output": None,
+                "log_age_s": None,
+                "oom_since": None,
+                "core_files": [],
+            },
             "note": None if pid else "no such process found by the shell collector",
         },
-        "job": {"main": pid if alive else None, "launcher": None, "launcher_nproc": None, "world_size": None,
-                "members": [int(p) for p in processes], "left_out": 0, "ranks": [], "kinds": kinds, "edges": [], "by": "children"},
-        "processes": processes, "samples": samples, "died": [], "mounts": {}, "files": {}, "datasets": [], "logs": logs, "outputs": [],
-        "caches": [], "sockets": [], "listening": [], "locks": [], "lockfiles": [], "pipes": [], "cgroups": {},
-        "gpu": {"status": "hidden", "tool": None, "error": None, "driver": None, "cuda": None, "gpus": [], "processes": [], "holders": {},
-                "orphans": []},
+        "job": {
+            "main": pid if alive else None,
+            "launcher": None,
+            "launcher_nproc": None,
+            "world_size": None,
+            "members": [int(p) for p in processes],
+            "left_out": 0,
+            "ranks": [],
+            "kinds": kinds,
+            "edges": [],
+            "by": "children",
+        },
+        "processes": processes,
+        "samples": samples,
+        "died": [],
+        "mounts": {},
+        "files": {},
+        "datasets": [],
+        "logs": logs,
+        "outputs": [],
+        "caches": [],
+        "sockets": [],
+        "listening": [],
+        "locks": [],
+        "lockfiles": [],
+        "pipes": [],
+        "cgroups": {},
+        "gpu": {
+            "status": "hidden",
+            "tool": None,
+            "error": None,
+            "driver": None,
+            "cuda": None,
+            "gpus": [],
+            "processes": [],
+            "holders": {},
+            "orphans": [],
+        },
         "host": {"mem": samples[-1]["host"]["mem"], "load": samples[-1]["host"]["load"]} if samples else {},
-        "kernel_log": {"readable": False, "lines": []}, "nccl": {"ras": None, "dumps": []}, "slurm": None, "stacks": {}, "deep": {},
-        "not_visible": [{"what": "GPU, cgroups, sockets, page cache, mounts, locks", "why": "no Python 3.6 or newer on that host",
-                         "needs": "a python3 on the PATH of the ssh session", "command": None}],
-        "probes_timed_out": [], "errors": [] if "end" in found else ["the shell collector did not reach its end"],
-    }  # fmt: skip
+        "kernel_log": {"readable": False, "lines": []},
+        "nccl": {"ras": None, "dumps": []},
+        "slurm": None,
+        "stacks": {},
+        "deep": {},
+        "not_visible": [
+            {
+                "what": "GPU, cgroups, sockets, page cache, mounts, locks",
+                "why": "no Python 3.6 or newer on that host",
+                "needs": "a python3 on the PATH of the ssh session",
+                "command": None,
+            }
+        ],
+        "probes_timed_out": [],
+        "errors": [] if "end" in found else ["the shell collector did not reach its end"],
+    }
 
 
 def _kind(entry: dict[str, Any], parent: dict[str, Any] | None) -> str:
@@ -175,9 +257,26 @@ def _samples(
         if words[:1] == ["sample"] and body.split():
             up = float(body.split()[0])
             first = first or up
-            samples.append({"t": round(up - first, 2), "wall": started + up - first, "cpu_s": 0.0, "procs": {}, "logs": {}, "outputs": {},
-                            "caches": {}, "host": {"vmstat": {}, "disks": {}, "pressure": {}, "load": None, "mem": {}, "net": {},
-                                                   "cgroups": {}}})  # fmt: skip
+            samples.append(
+                {
+                    "t": round(up - first, 2),
+                    "wall": started + up - first,
+                    "cpu_s": 0.0,
+                    "procs": {},
+                    "logs": {},
+                    "outputs": {},
+                    "caches": {},
+                    "host": {
+                        "vmstat": {},
+                        "disks": {},
+                        "pressure": {},
+                        "load": None,
+                        "mem": {},
+                        "net": {},
+                        "cgroups": {},
+                    },
+                }
+            )
         elif not samples or len(words) < 3:
             continue
         elif words[0] == "host":
@@ -201,7 +300,14 @@ def _host(host: dict[str, Any], what: str, body: str) -> None:
 
 
 def _proc(
-    procs: dict[str, Any], processes: dict[str, Any], pid: str, what: str, body: str, names: dict[int, str], tick: int, now: float
+    procs: dict[str, Any],
+    processes: dict[str, Any],
+    pid: str,
+    what: str,
+    body: str,
+    names: dict[int, str],
+    tick: int,
+    now: float,
 ) -> None:
     if what == "stat":
         seen = probe.parse_stat(body.encode())
@@ -210,11 +316,33 @@ def _proc(
         stat = _rescale(seen, tick)
         if stat["state"] not in "ZX":
             stat["exit_code"] = None
-        procs[pid] = {"t": now, "stat": stat, "status": {}, "io": None, "sched": None, "wchan": None, "syscall": None, "threads": {},
-                      "threads_left_out": 0, "fds": {}, "denied": []}  # fmt: skip
-        processes.setdefault(pid, {"comm": stat["comm"], "ppid": stat["ppid"], "kind": "other", "starttime": stat["starttime"],
-                                   "cmdline": None, "environ": None, "libs": None, "memory": {"rss": stat["rss"]},
-                                   "training": {"score": 0, "why": []}})  # fmt: skip
+        procs[pid] = {
+            "t": now,
+            "stat": stat,
+            "status": {},
+            "io": None,
+            "sched": None,
+            "wchan": None,
+            "syscall": None,
+            "threads": {},
+            "threads_left_out": 0,
+            "fds": {},
+            "denied": [],
+        }
+        processes.setdefault(
+            pid,
+            {
+                "comm": stat["comm"],
+                "ppid": stat["ppid"],
+                "kind": "other",
+                "starttime": stat["starttime"],
+                "cmdline": None,
+                "environ": None,
+                "libs": None,
+                "memory": {"rss": stat["rss"]},
+                "training": {"score": 0, "why": []},
+            },
+        )
         return
     look = procs.get(pid)
     if look is None:
@@ -238,8 +366,16 @@ def _task(look: dict[str, Any], tid: str, what: str, body: str, names: dict[int,
         seen = probe.parse_stat(body.encode())
         if seen is not None:
             stat = _rescale(seen, tick)
-            look["threads"][tid] = {"comm": stat["comm"], "state": stat["state"], "utime": stat["utime"], "stime": stat["stime"],
-                                    "cpu": stat["processor"], "majflt": stat["majflt"], "wchan": None, "syscall": None}  # fmt: skip
+            look["threads"][tid] = {
+                "comm": stat["comm"],
+                "state": stat["state"],
+                "utime": stat["utime"],
+                "stime": stat["stime"],
+                "cpu": stat["processor"],
+                "majflt": stat["majflt"],
+                "wchan": None,
+                "syscall": None,
+            }
     elif tid in look["threads"]:
         if what == "wchan":
             look["threads"][tid]["wchan"] = body.strip() if body.strip() not in ("", "0") else None
@@ -248,7 +384,7 @@ def _task(look: dict[str, Any], tid: str, what: str, body: str, names: dict[int,
 
 
 def _add_fds(found: dict[str, str], pid: str, samples: list[dict[str, Any]]) -> None:
-    """Descriptors from `ls -l` and, for the main process, positions from fdinfo; they were read after the last sample."""
+    """Descriptors from `ls -l` and, for the main process, positions from fdinfo; read after the last sample."""
     if not samples or pid not in samples[-1]["procs"]:
         return
     fds: dict[str, Any] = {}
@@ -283,7 +419,24 @@ def _log(found: dict[str, str], pid: int | None, started: float) -> list[dict[st
         return []
     raw = bytes.fromhex("".join(found.get("logtail", "").split()))
     size, mtime = int(lines[1]), float(lines[2])
-    return [{"path": lines[0], "how": "fd1", "pid": pid, "fd": 1, "kind": "file", "size": size, "mtime": mtime or None,
-             "age_s": started + 3 - mtime if mtime else None, "deleted": False, "rotated": False, "append": None, "head": None,
-             "tail": {"offset": max(0, size - len(raw)), "b64": base64.b64encode(raw).decode()}, "growth": [size], "via": None, "mnt": None,
-             "error": None}]  # fmt: skip
+    return [
+        {
+            "path": lines[0],
+            "how": "fd1",
+            "pid": pid,
+            "fd": 1,
+            "kind": "file",
+            "size": size,
+            "mtime": mtime or None,
+            "age_s": started + 3 - mtime if mtime else None,
+            "deleted": False,
+            "rotated": False,
+            "append": None,
+            "head": None,
+            "tail": {"offset": max(0, size - len(raw)), "b64": base64.b64encode(raw).decode()},
+            "growth": [size],
+            "via": None,
+            "mnt": None,
+            "error": None,
+        }
+    ]

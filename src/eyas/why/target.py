@@ -48,7 +48,9 @@ def parse(text: str | None) -> Target:
     if not word:
         return Target(text, "search")
     if word.startswith("-"):
-        raise UsageError(f"{word!r} is no target; give a PID, a name, host:PID, @gpu0, a log file, a run directory or slurm:JOB")
+        raise UsageError(
+            f"{word!r} is no target; give a PID, a name, host:PID, @gpu0, a log file, a run directory or slurm:JOB"
+        )
     here = _here(word)
     if here is not None:
         return Target(text, *here)

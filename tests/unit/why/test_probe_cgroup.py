@@ -33,8 +33,17 @@ def test_version_2_takes_the_tightest_limit_on_the_way_up(tmp_path: Path) -> Non
     places = {"2": (str(tmp_path / "job/step"), str(tmp_path))}
     facts = probe.cgroup_facts(places)
     assert facts["version"] == 2
-    assert (facts["memory"]["max"], facts["memory"]["current"], facts["memory"]["events"]["oom_kill"]) == (8000000, 7000000, 2)
-    assert (facts["cpu"]["quota_cpus"], facts["cpu"]["nr_throttled"], facts["cpu"]["throttled_s"], facts["cpu"]["usage_s"]) == (1.5, 4, 2.0, 5.0)
+    assert (facts["memory"]["max"], facts["memory"]["current"], facts["memory"]["events"]["oom_kill"]) == (
+        8000000,
+        7000000,
+        2,
+    )
+    assert (
+        facts["cpu"]["quota_cpus"],
+        facts["cpu"]["nr_throttled"],
+        facts["cpu"]["throttled_s"],
+        facts["cpu"]["usage_s"],
+    ) == (1.5, 4, 2.0, 5.0)
     assert facts["frozen"] is True
     assert probe.cgroup_counters(places)["refault_file"] == 7
 
@@ -63,7 +72,11 @@ def test_version_1_speaks_the_same_words(tmp_path: Path) -> None:
     }
     facts = probe.cgroup_facts(places)
     assert facts["version"] == 1
-    assert (facts["memory"]["max"], facts["memory"]["events"]["oom_kill"], facts["memory"]["stat"]["anon"]) == (1000000, 3, 10)
+    assert (facts["memory"]["max"], facts["memory"]["events"]["oom_kill"], facts["memory"]["stat"]["anon"]) == (
+        1000000,
+        3,
+        10,
+    )
     assert (facts["cpu"]["quota_cpus"], facts["cpu"]["nr_throttled"], facts["cpu"]["throttled_s"]) == (0.5, 6, 1.5)
     assert facts["frozen"] is True
 
@@ -71,7 +84,10 @@ def test_version_1_speaks_the_same_words(tmp_path: Path) -> None:
 def test_a_process_is_placed_by_its_cgroup_file() -> None:
     mounts = {"2": ("/sys/fs/cgroup", "/"), "memory": ("/cg/memory", "/")}
     places = probe.cgroup_places("4:memory:/slurm/job_7\n1:name=systemd:/x\n0::/user.slice\n", mounts)
-    assert places == {"memory": ("/cg/memory/slurm/job_7", "/cg/memory"), "2": ("/sys/fs/cgroup/user.slice", "/sys/fs/cgroup")}
+    assert places == {
+        "memory": ("/cg/memory/slurm/job_7", "/cg/memory"),
+        "2": ("/sys/fs/cgroup/user.slice", "/sys/fs/cgroup"),
+    }
 
 
 def test_a_container_that_sees_its_own_cgroup_as_root_is_placed_at_the_mount() -> None:

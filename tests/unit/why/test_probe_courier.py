@@ -102,7 +102,15 @@ def test_items_of_a_mount_that_hung_are_not_tried_again() -> None:
             time.sleep(60)
         return item
 
-    answers = collect("paths", ["x1", "a", "x2", "x3", "b"], work, time.monotonic() + 5, each=0.2, blame=blame, skip=lambda item: item[0] in bad)
+    answers = collect(
+        "paths",
+        ["x1", "a", "x2", "x3", "b"],
+        work,
+        time.monotonic() + 5,
+        each=0.2,
+        blame=blame,
+        skip=lambda item: item[0] in bad,
+    )
     assert answers == [None, "a", None, None, "b"]
     assert [t["path"] for t in Courier.timed_out] == ["x1"]
 

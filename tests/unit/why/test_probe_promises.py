@@ -17,7 +17,18 @@ def test_it_parses_as_python_3_6() -> None:
 
 
 def test_it_uses_no_library_newer_than_3_6_unguarded() -> None:
-    newer = {"preadv", "pidfd_open", "time_ns", "monotonic_ns", "removeprefix", "removesuffix", "walk_packages", "cached_property", "math.prod", "posix_spawn"}
+    newer = {
+        "preadv",
+        "pidfd_open",
+        "time_ns",
+        "monotonic_ns",
+        "removeprefix",
+        "removesuffix",
+        "walk_packages",
+        "cached_property",
+        "math.prod",
+        "posix_spawn",
+    }
     used = {node.attr for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.Attribute)} & newer
     assert used <= {"preadv"}, used
     assert 'hasattr(os, "preadv")' in SOURCE
@@ -39,7 +50,18 @@ def test_it_opens_nothing_for_writing_and_signals_only_its_children() -> None:
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             assert name != "open", "the builtin open is not used at all"
-            assert name not in ("os.mkdir", "os.makedirs", "os.unlink", "os.remove", "os.rename", "os.replace", "os.chmod", "os.utime", "os.rmdir", "os.link")
+            assert name not in (
+                "os.mkdir",
+                "os.makedirs",
+                "os.unlink",
+                "os.remove",
+                "os.rename",
+                "os.replace",
+                "os.chmod",
+                "os.utime",
+                "os.rmdir",
+                "os.link",
+            )
             if name == "os.open":
                 flags = ast.unparse(node.args[1])
                 assert "O_WRONLY" not in flags and "O_CREAT" not in flags and "O_TRUNC" not in flags
@@ -49,5 +71,7 @@ def test_it_opens_nothing_for_writing_and_signals_only_its_children() -> None:
 
 
 def test_asking_why_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, eyas.why, eyas.why.command, eyas.why.judge, eyas.why.answer; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = "import sys, eyas.why, eyas.why.command, eyas.why.judge, eyas.why.answer; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"  # noqa: E501
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

@@ -22,7 +22,7 @@ def test_the_question_travels_as_data_whatever_it_says() -> None:
 
 
 def test_the_remote_command_holds_nothing_of_the_target() -> None:
-    command = remote.ssh_command("host") + [remote.REMOTE]
+    command = [*remote.ssh_command("host"), remote.REMOTE]
     assert command[0] == "ssh"
     assert "BatchMode=yes" in command and "ConnectTimeout=6" in command and "-T" in command
     assert command[-3:-1] == ["--", "host"], "what follows -- is no option"
@@ -63,13 +63,19 @@ def test_the_sh_collector_gives_a_reduced_snapshot() -> None:
             (f"sample {round_}", f"{1000 + round_}.00 5.0"),
             (f"host {round_} loadavg", "1.0 2.0 3.0 1/2 3"),
             (f"proc {round_} 77 stat", stat.format(ticks)),
-            (f"proc {round_} 77 status", "Name:\tpython\nState:\tD (disk sleep)\nUid:\t1000\t1000\t1000\t1000\nTracerPid:\t0\n"),
+            (
+                f"proc {round_} 77 status",
+                "Name:\tpython\nState:\tD (disk sleep)\nUid:\t1000\t1000\t1000\t1000\nTracerPid:\t0\n",
+            ),
             (f"proc {round_} 77 wchan", "folio_wait_bit_common"),
             (f"proc {round_} 77 io", "rchar: 10\nread_bytes: 20\n"),
             (f"proc {round_} 77 syscall", "63 0x3 0 0 0 0 0 0x1 0x2"),
         ]
     body += [
-        ("fds 77", "total 0\nlrwx------ 1 u g 64 Jan 1 00:00 3 -> /data/a b.pt\nl-wx------ 1 u g 64 Jan 1 00:00 1 -> /x/log (deleted)\n"),
+        (
+            "fds 77",
+            "total 0\nlrwx------ 1 u g 64 Jan 1 00:00 3 -> /data/a b.pt\nl-wx------ 1 u g 64 Jan 1 00:00 1 -> /x/log (deleted)\n",  # noqa: E501
+        ),
         ("fdinfo 77", "fd 3\npos:\t4096\nflags:\t0100000\n"),
         ("cmdline 77", "python\ntrain.py\n--hf_token\nhf_abcdefghijkl\n"),
         ("log", "/x/log\n5\n1699999990"),

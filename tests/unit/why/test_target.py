@@ -34,7 +34,20 @@ def test_a_target_is_understood(word: str | None, kind: str, value: object, host
 
 @pytest.mark.parametrize(
     "word",
-    ["-oProxyCommand=x:1", "host;rm:1", "ho st:1", "me@-oX:1", "a`b`:1", "$(x):1", "@gpuX", "slurm:", "slurm:-x", "99999999999", "/no/such/file", "no/such/file"],
+    [
+        "-oProxyCommand=x:1",
+        "host;rm:1",
+        "ho st:1",
+        "me@-oX:1",
+        "a`b`:1",
+        "$(x):1",
+        "@gpuX",
+        "slurm:",
+        "slurm:-x",
+        "99999999999",
+        "/no/such/file",
+        "no/such/file",
+    ],
 )
 def test_words_that_name_nothing_are_refused(word: str) -> None:
     with pytest.raises(UsageError):

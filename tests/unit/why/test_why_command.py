@@ -55,7 +55,9 @@ def snapshot(**target: object) -> dict[str, object]:
         (command.UsageError("what"), 64),
     ],
 )
-def test_every_fault_has_its_exit_code(error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_fault_has_its_exit_code(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -65,13 +67,17 @@ def test_every_fault_has_its_exit_code(error: Exception, code: int, monkeypatch:
     assert capsys.readouterr().err.count("\n") == 2
 
 
-def test_a_process_hidden_from_this_user_is_a_permission_matter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_hidden_from_this_user_is_a_permission_matter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(command.remote, "ask", lambda *_, **__: snapshot())
     assert command.run_why("5") == 77
     assert "sudo" in capsys.readouterr().err
 
 
-def test_fail_on_decides_which_states_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fail_on_decides_which_states_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     snap = snapshot()
     snap["meta"]["hidepid"] = False  # type: ignore[index]
     monkeypatch.setattr(command.remote, "ask", lambda *_, **__: json.loads(json.dumps(snap)))
