@@ -1,0 +1,174 @@
+"""`eyas why` and `eyas ps`: from the words on the command line to an exit code.
+
+0 healthy, quiet or finished · 1 slow · 2 stuck or failed · 3 unknown
+64 usage · 69 host unreachable · 77 no permission · 124 deadline
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import EyasError
+from eyas.why import remote
+from eyas.why.ps import render_ps
+from eyas.why.target import Target, UsageError, check_host, parse
+
+EXIT = {"healthy": 0, "quiet": 0, "finished": 0, "slow": 1, "stuck": 2, "failed": 2, "unknown": 3}
+USAGE, UNREACHABLE, NO_PERMISSION, DEADLINE = 64, 69, 77, 124
+
+
+class NoPermission(EyasError):
+    """The host shows this user nothing of the target (exit code 77)."""
+
+
+def run_why(
+    target: str | None = None,
+    *,
+    json_out: bool = False,
+    stacks: bool = False,
+    deep: bool = False,
+    timeout: float = 10.0,
+    log: str | None = None,
+    fail_on: str | None = None,
+    replay: str | None = None,
+    save: str | None = None,
+) -> int:
+    """Look, judge, print the answer; returns the exit code."""
+    try:
+        failing = _fail_on(fail_on)
+        if replay is not None:
+            snapshot = _replay(replay)
+        else:
+            snapshot = look(parse(target), timeout, stacks=stacks, deep=deep, log=log)
+            _check_wall(snapshot)
+        from eyas.why.answer import redact, render, to_json
+        from eyas.why.judge import judge
+
+        if save is not None:
+            _save(redact(snapshot), save)
+        answer = judge(snapshot, _now(snapshot))
+        found = to_json(answer)
+        if json_out:
+            print(json.dumps(found, indent=2, ensure_ascii=False))
+        else:
+            print(render(answer, color=_color()))
+    except EyasError as error:
+        return _complain(error)
+    except BrokenPipeError:
+        return 0
+    state = str(found["state"])
+    if failing is not None:
+        return max(1, EXIT[state]) if state in failing else 0
+    return EXIT.get(state, 3)
+
+
+def run_ps(host: str | None = None, *, json_out: bool = False, timeout: float = 10.0) -> int:
+    """List the training processes of this host or another."""
+    try:
+        request = {"mode": "ps", "kind": "search", "times": [0.0, 1.0], "soft_s": min(4.5, max(1.5, timeout - 0.4))}
+        listing = remote.ask(request, timeout, check_host(host) if host else None)
+        print(
+            json.dumps(listing, indent=2)
+            if json_out
+            else render_ps(listing, shutil.get_terminal_size((140, 40)).columns)
+        )
+    except EyasError as error:
+        return _complain(error)
+    except BrokenPipeError:
+        return 0
+    return 0
+
+
+def look(
+    target: Target, timeout: float = 10.0, *, stacks: bool = False, deep: bool = False, log: str | None = None
+) -> dict[str, Any]:
+    """The snapshot of a target."""
+    request: dict[str, Any] = {**target.request(), "mode": "why", "stacks": stacks or deep, "deep": deep}
+    if log is not None:
+        request["log"] = str(Path(log).expanduser().absolute()) if target.host is None else log
+    if target.host is None and (stacks or deep):
+        request["py_spy"] = _py_spy()
+    return remote.ask(request, timeout, target.host)
+
+
+def _py_spy() -> str:
+    """py-spy on the path, or beside this interpreter."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return shutil.which("py-spy") or (str(beside) if beside.exists() else "py-spy")
+
+
+def _fail_on(words: str | None) -> set[str] | None:
+    """`--fail-on stuck,failed`: the states that make the exit code non-zero; the others give 0."""
+    if words is None:
+        return None
+    states = {word.strip() for word in words.split(",") if word.strip()}
+    wrong = sorted(states - set(EXIT))
+    if wrong or not states:
+        raise UsageError(
+            f"--fail-on {words}: no such state {', '.join(wrong) or words!r}; give one or more of {', '.join(EXIT)}"
+        )
+    return states
+
+
+def _now(snapshot: dict[str, Any]) -> float:
+    """The moment of the looking, by the clock of the host that was looked at."""
+    meta = snapshot.get("meta") or {}
+    return float(meta.get("started") or 0.0) + float(meta.get("took_s") or 0.0)
+
+
+def _replay(path: str) -> dict[str, Any]:
+    """A saved snapshot."""
+    try:
+        snapshot = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no saved snapshot ({error}); make one with: eyas why PID --save {path}") from error
+    if not isinstance(snapshot, dict) or not str(snapshot.get("schema", "")).startswith("eyas.snapshot/"):
+        raise UsageError(f"{path} is no saved snapshot; make one with: eyas why PID --save {path}")
+    return snapshot
+
+
+def _save(snapshot: dict[str, Any], path: str) -> None:
+    try:
+        Path(path).write_text(json.dumps(snapshot, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _check_wall(snapshot: dict[str, Any]) -> None:
+    """Nothing at all could be seen: say so instead of guessing."""
+    target, meta = snapshot["target"], snapshot["meta"]
+    denied = [e["path"] for e in snapshot["logs"] if "Permission" in str(e.get("error"))]
+    if target["exists"] or any(e.get("tail") for e in snapshot["logs"]):
+        return
+    if target["kind"] in ("log", "run_dir") and denied:
+        raise NoPermission(
+            f"{denied[0]} cannot be read by {meta.get('user') or meta.get('uid')}; ask as its owner, or with sudo"
+        )
+    if target["kind"] == "pid" and meta.get("hidepid") and not meta.get("root"):
+        who = meta.get("user") or meta.get("uid")
+        raise NoPermission(f"process {target['pid']} is hidden from {who} on this host (hidepid); ask with sudo")
+
+
+def _color() -> bool:
+    """NO_COLOR and CLICOLOR_FORCE are honoured; otherwise colour on a terminal only."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("CLICOLOR_FORCE", "0") not in ("", "0") or sys.stdout.isatty())
+
+
+def _complain(error: EyasError) -> int:
+    print(f"eyas: {error}", file=sys.stderr)
+    for kind, code in (
+        (UsageError, USAGE),
+        (remote.HostUnreachable, UNREACHABLE),
+        (NoPermission, NO_PERMISSION),
+        (remote.DeadlinePassed, DEADLINE),
+    ):
+        if isinstance(error, kind):
+            return code
+    return 3
