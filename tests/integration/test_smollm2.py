@@ -1,6 +1,6 @@
 """A real language model: a short training on a few of the demo's conversations learns the real thing.
 
-SmolLM2-135M-Instruct from the demo's package, 110 conversations, half a minute of training. What is claimed here is that
+SmolLM2-135M-Instruct from the demo's package, 110 conversations, half a minute of training. What is claimed is that
 training is right, not that the drafter is good: `make demo` shows that.
 """
 

@@ -1,5 +1,5 @@
 """The log reader on what the real programs print. Each test runs one for a few seconds."""
-# ruff: noqa: E501  (programs in strings)
+
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_a_write_into_a_full_pipe_names_the_pipe_and_its_reader() -> None:
 
 def test_a_lock_file_leads_to_its_holder(tmp_path: Path) -> None:
     path = tmp_path / "cache.lock"
-    code = f"import fcntl\nf = open({str(path)!r}, 'w')\n%s\nfcntl.flock(f, fcntl.LOCK_EX)\n%s\nimport time\ntime.sleep(600)"  # noqa: E501
+    code = f"import fcntl\nf = open({str(path)!r}, 'w')\n%s\nfcntl.flock(f, fcntl.LOCK_EX)\n%s\nimport time\ntime.sleep(600)"
     with running(code % ("", "ready()")) as holder, running(code % ("ready()", "")) as waiter:
         wait_for(lambda: "lock" in Path(f"/proc/{waiter.pid}/wchan").read_text())
         snap = look(waiter.pid)
@@ -191,7 +191,7 @@ def test_the_ranks_of_a_launcher_are_one_job(tmp_path: Path) -> None:
     script.write_text(
         "import os, subprocess, sys, time\n"
         "for r in range(3):\n"
-        "    subprocess.Popen([sys.executable, 'train.py'], env={**os.environ, 'RANK': str(r), 'LOCAL_RANK': str(r), 'WORLD_SIZE': '3', 'HF_TOKEN': 'hf_secretsecret'})\n"  # noqa: E501
+        "    subprocess.Popen([sys.executable, 'train.py'], env={**os.environ, 'RANK': str(r), 'LOCAL_RANK': str(r), 'WORLD_SIZE': '3', 'HF_TOKEN': 'hf_secretsecret'})\n"
         "time.sleep(600)\n"
     )
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
@@ -239,7 +239,7 @@ def test_a_name_and_a_directory_and_nothing_find_the_trainer(tmp_path: Path) -> 
 
 
 def test_five_hundred_threads_are_read_in_time() -> None:
-    code = "import threading, time\ne = threading.Event()\nfor _ in range(500):\n    threading.Thread(target=e.wait, daemon=True).start()\nready()\ntime.sleep(600)"  # noqa: E501
+    code = "import threading, time\ne = threading.Event()\nfor _ in range(500):\n    threading.Thread(target=e.wait, daemon=True).start()\nready()\ntime.sleep(600)"
     with running(code) as p:
         began = time.monotonic()
         snap = look(p.pid)
@@ -255,7 +255,7 @@ def test_five_hundred_threads_are_read_in_time() -> None:
 
 def test_five_thousand_descriptors_are_bounded_and_in_time(tmp_path: Path) -> None:
     (tmp_path / "data.bin").write_bytes(b"x" * 8192)
-    code = "import os, sys, resource, time\nresource.setrlimit(resource.RLIMIT_NOFILE, (6000, 6000))\nfor _ in range(5000): os.open(sys.argv[1], os.O_RDONLY)\nready()\ntime.sleep(600)"  # noqa: E501
+    code = "import os, sys, resource, time\nresource.setrlimit(resource.RLIMIT_NOFILE, (6000, 6000))\nfor _ in range(5000): os.open(sys.argv[1], os.O_RDONLY)\nready()\ntime.sleep(600)"
     with running(code, str(tmp_path / "data.bin")) as p:
         began = time.monotonic()
         snap = look(p.pid)
@@ -270,7 +270,7 @@ def test_five_thousand_descriptors_are_bounded_and_in_time(tmp_path: Path) -> No
 def test_a_data_file_shows_position_and_cache_share(tmp_path: Path) -> None:
     for i in range(6):
         (tmp_path / f"data_{i}.pt").write_bytes(os.urandom(1 << 20))
-    code = "import os, sys\nf = os.open(sys.argv[1], os.O_RDONLY)\nos.read(f, 300000)\nready()\nimport time\ntime.sleep(600)"  # noqa: E501
+    code = "import os, sys\nf = os.open(sys.argv[1], os.O_RDONLY)\nos.read(f, 300000)\nready()\nimport time\ntime.sleep(600)"
     with running(code, str(tmp_path / "data_3.pt")) as p:
         snap = look(p.pid)
     held = next(f for f in proc(snap, p.pid)["fds"].values() if f["path"].endswith("data_3.pt"))

@@ -111,7 +111,7 @@ def test_files_on_a_file_system_that_hangs_do_not_hang_the_probe(tmp_path: Path)
 
 
 def test_a_command_line_that_cannot_be_read_does_not_hang_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process whose memory map is locked under a dead mount blocks the readers of its cmdline, environ and maps: here the reads never return."""  # noqa: E501
+    """A process whose memory map is locked under a dead mount blocks the readers of its cmdline, environ and maps: here the reads never return."""
     source = Path(probe.__file__).read_text()
     for name in ("cmdline", "environ", "maps"):
         call = f'slurp("/proc/%d/{name}" % pid'
@@ -175,7 +175,7 @@ esac
 def test_a_process_in_another_mount_namespace_is_reached_through_its_root(tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
-    script = f"mount -t tmpfs none {inner} && exec {sys.executable} -c \"import sys,time; f=open('{inner}/run.log','w'); f.write('inside'); f.flush(); print('ready', flush=True); time.sleep(600)\""  # noqa: E501
+    script = f"mount -t tmpfs none {inner} && exec {sys.executable} -c \"import sys,time; f=open('{inner}/run.log','w'); f.write('inside'); f.flush(); print('ready', flush=True); time.sleep(600)\""
     p = subprocess.Popen(["unshare", "-m", "--propagation", "private", "sh", "-c", script], stdout=subprocess.PIPE)
     try:
         assert p.stdout is not None
@@ -241,7 +241,8 @@ def test_a_frozen_cgroup_is_seen_as_frozen() -> None:
 
 
 def test_the_probe_writes_nothing_traces_nobody_and_signals_only_its_own_children(tmp_path: Path) -> None:
-    assert shutil.which("strace"), "strace must be installed for this test"
+    if not os.environ.get("CI") and not shutil.which("strace"):
+        pytest.skip("strace is not installed")
     calls = tmp_path / "calls"
     request = {"kind": "pid", "value": 0, "mode": "why", "times": [0, 0.2, 0.5], "nonce": "n"}
     with running(SLEEP) as p:
@@ -253,7 +254,7 @@ def test_the_probe_writes_nothing_traces_nobody_and_signals_only_its_own_childre
             "-o",
             str(calls),
             "-e",
-            "trace=ptrace,kill,tkill,tgkill,pidfd_send_signal,process_vm_readv,process_vm_writev,/open.*,creat,/mkdir.*,/unlink.*,/rename.*,/link.*,"  # noqa: E501
+            "trace=ptrace,kill,tkill,tgkill,pidfd_send_signal,process_vm_readv,process_vm_writev,/open.*,creat,/mkdir.*,/unlink.*,/rename.*,/link.*,"
             "/symlink.*,/chmod.*,/fchmod.*,/chown.*,/utim.*,truncate,setpriority,sched_setaffinity",
             sys.executable,
             "-I",

@@ -1,5 +1,5 @@
 """Any bytes, in bounded time: rubbish, one giant line, carriage returns only."""
-# ruff: noqa: E501  (log lines are as wide as they are)
+
 
 from __future__ import annotations
 

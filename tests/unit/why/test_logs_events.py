@@ -1,5 +1,5 @@
 """Failures, ends, phases and questions, and which failure explains the end."""
-# ruff: noqa: E501  (log lines are as wide as they are)
+
 
 from __future__ import annotations
 

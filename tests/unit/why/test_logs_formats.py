@@ -1,5 +1,5 @@
 """Each trainer's lines give step, total, pace and what else they hold."""
-# ruff: noqa: E501  (log lines are as wide as they are)
+
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_it_opens_nothing_for_writing_and_signals_only_its_children() -> None:
 
 
 def test_asking_why_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, eyas.why, eyas.why.command, eyas.why.judge, eyas.why.answer; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"  # noqa: E501
+    code = "import sys, eyas.why, eyas.why.command, eyas.why.judge, eyas.why.answer; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

@@ -130,7 +130,7 @@ def test_the_script_of_a_python_command_line_is_found(line: str, expect: tuple[s
 
 def test_secrets_on_a_command_line_are_masked_and_training_options_are_not() -> None:
     line = (
-        "python train.py --hf_token hf_abcdefghijkl --api-key=sk-abcdefghijk --wandb_api_key 0123 --password pw --max_tokens 99 "  # noqa: E501
+        "python train.py --hf_token hf_abcdefghijkl --api-key=sk-abcdefghijk --wandb_api_key 0123 --password pw --max_tokens 99 "
         "batch_tokens=512 --tokenizer t --author me --data https://me:secret@host/x --key_dim 3 lr=1e-4"
     )
     masked = " ".join(probe.masked_args(line.split()))
@@ -144,7 +144,7 @@ def test_tcp_tables_of_both_families_are_read() -> None:
     head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
     four = (
         head
-        + "   0: 0100007F:1F90 0200007F:C350 01 00000010:00000020 01:00000014 00000003  1000        0 555 1 0 20 4 30 10 -1\n"  # noqa: E501
+        + "   0: 0100007F:1F90 0200007F:C350 01 00000010:00000020 01:00000014 00000003  1000        0 555 1 0 20 4 30 10 -1\n"
     )
     (row,) = probe.parse_tcp(four, "tcp", {555})
     assert (row["local"], row["lport"], row["peer"], row["pport"]) == ("127.0.0.1", 8080, "127.0.0.2", 50000)
@@ -159,7 +159,7 @@ def test_tcp_tables_of_both_families_are_read() -> None:
 
 
 def test_waiters_of_a_lock_stand_with_its_holder() -> None:
-    blob = "1: FLOCK  ADVISORY  WRITE 100 fe:00:77 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 101 fe:00:77 0 EOF\n2: POSIX  ADVISORY  READ 102 fe:00:78 0 EOF\n"  # noqa: E501
+    blob = "1: FLOCK  ADVISORY  WRITE 100 fe:00:77 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 101 fe:00:77 0 EOF\n2: POSIX  ADVISORY  READ 102 fe:00:78 0 EOF\n"
     first, second = probe.parse_locks(blob)
     assert (first["holder"], first["waiters"], first["ino"], first["mode"]) == (100, [101], 77, "WRITE")
     assert (second["holder"], second["type"], second["waiters"]) == (102, "POSIX", [])
@@ -192,7 +192,7 @@ def test_pressure_is_read() -> None:
     assert probe.parse_pressure(None) is None
 
 
-SMI = """index, uuid, utilization.gpu [%], memory.used [MiB], memory.total [MiB], power.draw [W], clocks.current.sm [MHz], clocks_event_reasons.active  # noqa: E501
+SMI = """index, uuid, utilization.gpu [%], memory.used [MiB], memory.total [MiB], power.draw [W], clocks.current.sm [MHz], clocks_event_reasons.active
 0, GPU-a, 0, 16785, 81559, 71.20, 345, 0x0000000000000001
 1, GPU-b, [N/A], 10, 81559, [Unknown Error], 1980, 0x0000000000000024
 """

@@ -74,7 +74,7 @@ def test_the_sh_collector_gives_a_reduced_snapshot() -> None:
     body += [
         (
             "fds 77",
-            "total 0\nlrwx------ 1 u g 64 Jan 1 00:00 3 -> /data/a b.pt\nl-wx------ 1 u g 64 Jan 1 00:00 1 -> /x/log (deleted)\n",  # noqa: E501
+            "total 0\nlrwx------ 1 u g 64 Jan 1 00:00 3 -> /data/a b.pt\nl-wx------ 1 u g 64 Jan 1 00:00 1 -> /x/log (deleted)\n",
         ),
         ("fdinfo 77", "fd 3\npos:\t4096\nflags:\t0100000\n"),
         ("cmdline 77", "python\ntrain.py\n--hf_token\nhf_abcdefghijkl\n"),
