@@ -21,15 +21,15 @@ from eyas.train.loop import Run
 BASE = {**TRAIN, "ttt_warmup_epochs": 0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
-    "random-start": {"init": "random", "freeze_head": False},
-    "trained-head": {"freeze_head": False},
+    "random-start": {"init": "random"},
+    "frozen-head": {"freeze_head": True},
     "verifier-kv-heads": {"num_kv_heads": None},
     "large-batch": {"batch_tokens": 2048},
     "small-batch": {"batch_tokens": 256},
     "lr-1e-3": {"lr": 1e-3},
     "lr-3e-3": {"lr": 3e-3},
     "equal-steps": {"step_weight_decay": 1.0},
-    "no-dropout": {"dropout": 0.0, "weight_decay": 0.0},
+    "dropout": {"dropout": 0.1},
     "loss-lk": {"loss": "lk"},
 }
 

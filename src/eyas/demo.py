@@ -34,14 +34,12 @@ MAX_SEQ_LEN = 512
 DRAFT_VOCABULARY = 4096
 TRAIN: dict[str, Any] = {
     "epochs": 5,
-    "ttt_warmup_epochs": 2,
+    "ttt_warmup_epochs": 3,
     "ttt_steps": 3,
     "step_weight_decay": 0.5,
     "lr": 2e-3,
     "batch_tokens": 512,
-    "weight_decay": 0.1,
-    "dropout": 0.1,
-    "freeze_head": True,
+    "weight_decay": 0.05,
     "num_kv_heads": 9,
     "val_ratio": 0.08,
     "num_workers": 2,

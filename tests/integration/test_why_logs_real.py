@@ -1,6 +1,5 @@
 """The log reader on what the real programs print. Each test runs one for a few seconds."""
 
-
 from __future__ import annotations
 
 import os

@@ -1,6 +1,5 @@
 """Any bytes, in bounded time: rubbish, one giant line, carriage returns only."""
 
-
 from __future__ import annotations
 
 import json

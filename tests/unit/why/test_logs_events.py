@@ -1,6 +1,5 @@
 """Failures, ends, phases and questions, and which failure explains the end."""
 
-
 from __future__ import annotations
 
 import pytest

@@ -1,6 +1,5 @@
 """Each trainer's lines give step, total, pace and what else they hold."""
 
-
 from __future__ import annotations
 
 import json
