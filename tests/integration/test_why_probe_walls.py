@@ -156,10 +156,10 @@ def test_a_gpu_tool_that_hangs_is_evidence_and_costs_no_answer(tmp_path: Path, m
 def test_a_recorded_gpu_answer_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(SLEEP) as p:
         body = f"""case "$1" in
---query-gpu*) printf 'index, uuid, name, utilization.gpu [%%], memory.used [MiB], memory.total [MiB], power.draw [W]\\n0, GPU-1, H100, 0, 16785, 81559, 71.2\\n' ;;  # noqa: E501
+--query-gpu*) printf 'index, uuid, name, utilization.gpu [%%], memory.used [MiB], memory.total [MiB], power.draw [W]\\n0, GPU-1, H100, 0, 16785, 81559, 71.2\\n' ;;
 --query-compute*) printf 'GPU-1, {p.pid}, 16770, python\\n' ;;
 esac
-"""
+"""  # noqa: E501
         monkeypatch.setenv("PATH", stub(tmp_path, body)["PATH"])
         snap = look(p.pid, times=(0.0, 0.5, 2.0))
         by_gpu = look(0, kind="gpu")
@@ -253,7 +253,7 @@ def test_the_probe_writes_nothing_traces_nobody_and_signals_only_its_own_childre
             "-o",
             str(calls),
             "-e",
-            "trace=ptrace,kill,tkill,tgkill,pidfd_send_signal,process_vm_readv,process_vm_writev,/open.*,creat,/mkdir.*,/unlink.*,/rename.*,/link.*,"  # noqa: E501
+            "trace=ptrace,kill,tkill,tgkill,pidfd_send_signal,process_vm_readv,process_vm_writev,/open.*,creat,/mkdir.*,/unlink.*,/rename.*,/link.*,"
             "/symlink.*,/chmod.*,/fchmod.*,/chown.*,/utim.*,truncate,setpriority,sched_setaffinity",
             sys.executable,
             "-I",
