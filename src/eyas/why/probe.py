@@ -122,6 +122,8 @@ class Courier(object):
 
     live = []       # type: list[Courier]
     timed_out = []  # type: list[dict]
+    starved = []    # type: list[str]
+    hard = 0.0      # the time beyond which nobody waits, whatever the load
 
     def __init__(self, name, items, fn, each=CHEAP_CALL_S, blame=None, skip=None, before=None, restarts=3):
         # type: (str, list, object, float, object, object, object, int) -> None
@@ -242,9 +244,11 @@ class Courier(object):
         self._take()
         if self.done:
             return
-        if self.current >= 0:
+        seen = stat_of(self.pid)
+        if self.current >= 0 and seen and seen["state"] == "R":
+            Courier.starved.append(self.name)  # it wanted a CPU and got none: no sign of anything but load
+        elif self.current >= 0:
             item = self.items[self.current]
-            seen = stat_of(self.pid)
             entry = {"probe": self.name, "pid": None, "path": None, "after_s": round(time.monotonic() - self.since, 2),
                      "state": seen["state"] if seen else None, "wchan": wchan_of(self.pid)}  # type: dict
             entry.update(self.blame(item) if self.blame else {})
@@ -290,6 +294,16 @@ class Courier(object):
                     courier._take()
 
     @staticmethod
+    def wait(until: float, wanted: "list", ready: "Any" = None) -> None:
+        """As `pump`, with more time for children that could run and are not let: on a loaded host, up to `hard`."""
+        Courier.pump(until, wanted, ready)
+        while time.monotonic() < Courier.hard and not (ready() if ready else all(c.done for c in wanted)):
+            states = [stat_of(c.pid) for c in wanted if not c.done]
+            if not any(seen and seen["state"] == "R" for seen in states):
+                return
+            Courier.pump(min(Courier.hard, time.monotonic() + 0.1), wanted, ready)
+
+    @staticmethod
     def dismiss() -> None:
         for courier in list(Courier.live):
             courier.expire(True)
@@ -298,7 +312,7 @@ class Courier(object):
 def collect(name: str, items: list, fn: "Any", until: float, **more: "Any") -> list:
     """A courier that is waited for; answers in the order of the items (None where there is none)."""
     courier = Courier(name, items, fn, **more)
-    Courier.pump(until, [courier])
+    Courier.wait(until, [courier])
     if not courier.done:
         courier.expire(True)
     return [courier.out.get(index) for index in range(len(items))]
@@ -1461,6 +1475,8 @@ TEMPORARY = re.compile(r"(\.tmp|\.temp|\.part|\.incomplete|\.partial|^tmp|/tmp[-
                        r"\.lock$)", re.I)
 LOG_NAME = re.compile(r"(\.log(\.\d+)?$|\.out$|\.err$|nohup|std(out|err)|\blog[s_.-]|train.*\.txt$|slurm-\d+|"
                       r"events\.jsonl$|console|output\.txt$)", re.I)
+METRICS = re.compile(r"(metrics|history|scalars|progress|results|stats|loss)[\w.-]*\.(jsonl?|csv|tsv)$|tfevents|"
+                     r"\.wandb$", re.I)
 
 
 def parse_mountinfo(blob: str) -> dict:
@@ -1735,7 +1751,8 @@ def recent_outputs(job: tuple) -> "list[dict]":
                     elif entry.is_file(follow_symlinks=False):
                         info = entry.stat(follow_symlinks=False)
                         if info.st_mtime >= since and (depth > 0 or CHECKPOINT.search(entry.name)
-                                                       or LOG_NAME.search(entry.name)):
+                                                       or LOG_NAME.search(entry.name)
+                                                       or METRICS.search(entry.name)):
                             found.append({"path": entry.path, "size": info.st_size, "mtime": info.st_mtime,
                                           "ino": info.st_ino})
                 except OSError:
@@ -2736,6 +2753,7 @@ class Session(object):
         self.start, self.wall = time.monotonic(), time.time()
         self.times = [float(t) for t in request.get("times") or (0.0, 1.0, 3.0)]
         self.soft = self.start + float(request.get("soft_s") or self.times[-1] + 1.6)  # nothing is waited for beyond it
+        Courier.hard = max(self.soft, self.start + float(request.get("hard_s") or 0.0))
         self.errors = []  # type: list
         self.unseen = []  # type: list
         self.meta = meta_facts(self.wall)
@@ -2813,7 +2831,7 @@ class Session(object):
         table, target = self.table, self.target
         pids = []  # type: list
         self.gpu_asked = self._ask_gpu([0.0])
-        Courier.pump(min(self.soft, self.start + 1.5), [self.gpu_asked])
+        Courier.wait(min(self.soft, self.start + 1.5), [self.gpu_asked])
         report = self._gpu_answer()
         for process in report["processes"]:
             if str(process["gpu"]) == value and process["pid"] in table.rows:
@@ -2918,7 +2936,8 @@ class Session(object):
             self._with_process(snapshot, pid)
         Courier.dismiss()
         used = os.times()
-        self.meta.update(took_s=round(time.monotonic() - self.start, 3), cpu_s=round(sum(used[:4]), 3))
+        self.meta.update(took_s=round(time.monotonic() - self.start, 3), cpu_s=round(sum(used[:4]), 3),
+                         starved=sorted(set(Courier.starved)))
         snapshot.update(not_visible=self.unseen, probes_timed_out=Courier.timed_out, errors=self.errors)
         return snapshot
 
@@ -2989,14 +3008,14 @@ class Session(object):
 
         watch = Courier("log size", pause, lambda item: self._size(item[1]), each=0.7, before=wait,
                         blame=lambda item: {"path": item[1]})
-        Courier.pump(self.soft, [watch, self.gpu_asked] + list(common.values()))
+        Courier.wait(self.soft, [watch, self.gpu_asked] + list(common.values()))
         growth = {}  # type: dict
         for index, (_i, path) in enumerate(pause):
             if index in watch.out:
                 growth.setdefault(path, []).append(watch.out[index][0])
         reader = Courier("log", [(p, p, HEAD_BYTES, TAIL_BYTES) for p in logs], read_log, each=1.0,
                          blame=lambda j: {"path": j[0]})
-        Courier.pump(max(self.soft, time.monotonic() + 0.3), [reader])
+        Courier.wait(max(self.soft, time.monotonic() + 0.3), [reader])
         for index, path in enumerate(logs):
             body = reader.out.get(index)
             how = "given" if path in (target["log"],
@@ -3080,9 +3099,9 @@ class Session(object):
             self.gpu_asked = self._ask_gpu([0.0, min(1.6, self.times[-1])])
         cgroups = Courier("cgroup", list(keys), lambda k: cgroup_facts(keys[k]), each=0.6)
         firsts = [i for i, (s, _p) in enumerate(items) if s == 0]
-        Courier.pump(min(soft, begin + 1.2), ready=lambda: sampler.done or all(i in sampler.out or i in sampler.errors
-            for i in firsts))
-        Courier.pump(min(soft, time.monotonic() + 0.8), [identity, mounts_of])
+        Courier.wait(min(soft, begin + 1.2), [sampler],
+                     ready=lambda: sampler.done or all(i in sampler.out or i in sampler.errors for i in firsts))
+        Courier.wait(min(soft, time.monotonic() + 0.8), [identity, mounts_of])
         ids = {p: identity.out.get(i) for i, (p, _m) in enumerate(identity.items)}
         self.mounts = parse_mountinfo(mounts_of.value() or "")
         for mount in self.mounts.values():
@@ -3097,18 +3116,19 @@ class Session(object):
         self.reach = Reach(main, same and root in (None, "/"), self.mounts)
         first = {p: sampler.out[i] for i, (s, p) in enumerate(items) if s == 0 and p is not None and sampler.out.get(i)}
         fact = self._start_facts(first, ids, main, begin)
-        Courier.pump(min(soft, begin + self.times[-1] + 1.2), [sampler, fact["watch"]])
+        Courier.wait(min(soft, begin + self.times[-1] + 1.2), [sampler, fact["watch"]])
         self._assemble_samples(snapshot, sampler, items, begin, fact)
         self._late_files(snapshot, fact, first)
-        Courier.pump(min(soft, time.monotonic() + 0.5), [c for c in list(fact.values()) + list(common.values())
-                                                         + [identity, cgroups, self.gpu_asked] if isinstance(c,
-                                                                                                             Courier)])
+        rest = [c for c in list(fact.values()) + list(common.values()) if isinstance(c, Courier)]
+        Courier.wait(max(soft, time.monotonic() + 0.2), rest + [identity, cgroups, self.gpu_asked])
         self._take_common(snapshot, common)
         self._take_processes(snapshot, ids, first, groups)
         self._take_facts(snapshot, fact, first, ids)
         snapshot["cgroups"] = {k: cgroups.out[i] for i, k in enumerate(cgroups.items) if cgroups.out.get(i)}
         for key, group in snapshot["cgroups"].items():
             group["pids"] = [p for p in members if groups.get(p) == key]
+        for courier in (sampler, identity, cgroups, fact["tcp"], fact["locks"]):
+            self.errors += ["%s: %s" % (courier.name, error) for error in list(courier.errors.values())[:5]]
         self._finish_gpu(snapshot, members)
         if self.ask.get("stacks") or self.ask.get("deep"):
             self._stacks(snapshot)
@@ -3790,7 +3810,7 @@ class Session(object):
                        and link_kind(p) == "file" else None, each=0.5, blame=lambda p: {"path": p})
         users = Courier("user names", sorted({table.uid(job.main) for job, _s, _w in jobs
                                               if table.uid(job.main) is not None}), user_name, each=0.7)
-        Courier.pump(min(self.soft, begin + 2.5), [looks, ages, users, gpu])
+        Courier.wait(min(self.soft, begin + 2.5), [looks, ages, users, gpu])
         seen = {items[i]: v for i, v in looks.out.items() if v}
         report = self._gpu_answer()
         util = {g["index"]: g["samples"][-1].get("util") for g in report["gpus"] if g["samples"]}

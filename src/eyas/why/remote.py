@@ -1,10 +1,9 @@
 """Run the probe, here or on another host, and bring its snapshot back before the deadline.
 
-Here: this interpreter, with the probe as a compiled module. There: the system's own ssh (so that its configuration, jump
-hosts, agents and keys are used), with the probe's text piped to an interpreter. The command line sent is a constant; the
-question travels as JSON inside the text. Without an interpreter of 3.6 or newer a POSIX sh collector gives a reduced
-snapshot.
-Nothing is written on either host but ssh's control socket here.
+Here: this interpreter, with the probe as a compiled module. There: the system's own ssh (so that its configuration,
+jump hosts, agents and keys are used), with the probe's text piped to an interpreter. The command line sent is a
+constant; the question travels as JSON inside the text. Without an interpreter of 3.6 or newer a POSIX sh collector
+gives a reduced snapshot. Nothing is written on either host but ssh's control socket here.
 """
 
 from __future__ import annotations
@@ -68,6 +67,7 @@ def ask(request: dict[str, Any], timeout: float, host: str | None = None) -> dic
     extra = 3.0 if request.get("stacks") else 0.0
     extra += 10.0 if request.get("deep") else 0.0
     request.setdefault("soft_s", max(1.0, min(request["times"][-1] + 1.6, timeout - 0.4)))
+    request.setdefault("hard_s", max(1.0, timeout - 1.0))
     if host is None:
         return _run_here(request, nonce, timeout + extra)
     return _run_there(request, nonce, timeout + extra, check_host(host))

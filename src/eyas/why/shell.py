@@ -1,7 +1,7 @@
 """Hosts without a usable Python: a POSIX sh collector, and the snapshot made of what it prints.
 
-It reads the safe files three times, then the command line, the descriptors and the tail of the log: enough to tell alive
-from dead, stopped, waiting on a disk, a lock or a pipe. What it leaves out is said in `not_visible`.
+It reads the safe files three times, then the command line, the descriptors and the tail of the log: enough to tell
+alive from dead, stopped, waiting on a disk, a lock or a pipe. What it leaves out is said in `not_visible`.
 """
 
 from __future__ import annotations
