@@ -8,7 +8,7 @@ PIP_FLAGS := -qq --no-input --disable-pip-version-check --root-user-action=ignor
 PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
 ENGINE_PIP := $(ENGINES)/bin/python -m pip
 
-.PHONY: help setup demo test lint test-engines bench clean
+.PHONY: help setup demo test lint test-engines faults accuracy bench clean
 .SUFFIXES:
 
 help:
@@ -17,6 +17,8 @@ help:
 	@echo "make test          the unit and integration tests"
 	@echo "make lint          ruff and mypy"
 	@echo "make test-engines  the exported drafter in a real vLLM on this machine's CPUs ($(ENGINES), 4 GB)"
+	@echo "make faults        the fault lab of eyas why: real processes in trouble (root: cgroups, mounts, FUSE)"
+	@echo "make accuracy      the lab and the snapshot corpus; writes docs/accuracy.md and .json"
 	@echo "make bench         the benchmarks; NAME=x runs bench/x.py"
 	@echo "make clean         removes both environments, caches and build outputs; runs/ stays"
 	@echo "PYTHON=...         the Python 3.11 or newer that the environments are made with (now $(PYTHON))"
@@ -62,6 +64,12 @@ $(ENGINES)/.ready: tests/engines/requirements.txt
 
 test-engines: setup $(ENGINES)/.ready
 	@EYAS_ENGINE_PYTHON=$(CURDIR)/$(ENGINES)/bin/python $(BIN)/python -m pytest tests/engines
+
+faults: setup
+	@$(BIN)/python -m pytest tests/faults
+
+accuracy: setup
+	@$(BIN)/python bench/accuracy.py $(ARGS)
 
 bench: setup
 	@if [ -n "$(NAME)" ]; then exec $(BIN)/python bench/$(NAME).py $(ARGS); fi; \

@@ -114,7 +114,9 @@ def watch_tracer(pid: int, seconds: float, seen: set[str]) -> None:
 def disturbance(target: Target, seconds: float) -> dict[str, Any]:
     """Step times without, with, without a loop of questions; the traced flag is watched meanwhile."""
     before = target.steps(seconds)
-    code = "import sys; from eyas.why import remote\nwhile 1: remote.ask({'kind': 'pid', 'value': int(sys.argv[1])}, 30)"
+    code = (
+        "import sys; from eyas.why import remote\nwhile 1: remote.ask({'kind': 'pid', 'value': int(sys.argv[1])}, 30)"
+    )
     asking = subprocess.Popen([sys.executable, "-c", code, str(target.process.pid)], start_new_session=True)
     tracers: set[str] = set()
     watcher = threading.Thread(target=watch_tracer, args=(target.process.pid, seconds, tracers))

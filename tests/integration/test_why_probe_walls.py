@@ -159,7 +159,7 @@ def test_a_recorded_gpu_answer_is_read_twice(tmp_path: Path, monkeypatch: pytest
 --query-gpu*) printf 'index, uuid, name, utilization.gpu [%%], memory.used [MiB], memory.total [MiB], power.draw [W]\\n0, GPU-1, H100, 0, 16785, 81559, 71.2\\n' ;;
 --query-compute*) printf 'GPU-1, {p.pid}, 16770, python\\n' ;;
 esac
-"""  # noqa: E501
+"""
         monkeypatch.setenv("PATH", stub(tmp_path, body)["PATH"])
         snap = look(p.pid, times=(0.0, 0.5, 2.0))
         by_gpu = look(0, kind="gpu")

@@ -195,7 +195,7 @@ def test_pressure_is_read() -> None:
 SMI = """index, uuid, utilization.gpu [%], memory.used [MiB], memory.total [MiB], power.draw [W], clocks.current.sm [MHz], clocks_event_reasons.active
 0, GPU-a, 0, 16785, 81559, 71.20, 345, 0x0000000000000001
 1, GPU-b, [N/A], 10, 81559, [Unknown Error], 1980, 0x0000000000000024
-"""  # noqa: E501
+"""
 
 
 def test_nvidia_smi_is_read_by_its_header() -> None:
