@@ -11,7 +11,7 @@ from typing import Any
 from eyas.device import parse_dtype
 from eyas.drafter.checkpoint import load_checkpoint, save_checkpoint
 from eyas.errors import EyasError
-from eyas.evaluate.run import find_checkpoint, slashed
+from eyas.evaluate.run import check_verifier, find_checkpoint, slashed
 from eyas.files import write_whole
 from eyas.verifier import Verifier
 
@@ -38,6 +38,7 @@ def export(
     if not _may_replace(output_dir):
         raise EyasError(f"{output_dir} holds other files: name a new folder, or one that an export made")
     verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
+    check_verifier(folder, verifier)
     drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding() if with_embedding else None)
     told = json.loads((folder / "config.json").read_text()).get("eagle_aux_hidden_state_layer_ids")
     layers = tuple(told or verifier.config.capture_layers())

@@ -98,6 +98,7 @@ def prepare(
                 records = ((r["id"], place, r["messages"]) for place, r in read_records(answered))
             samples = _samples(records, tokenizer, max_seq_len, min_trained, count)
             temporary = output_dir / f".prepared.parquet.{os.getpid()}"
+            about = output_dir / f".prepare.json.{os.getpid()}.new"
             try:
                 _write_parquet(_shown(samples, tokenizer, show, say), temporary)
                 if not count.kept:
@@ -121,11 +122,14 @@ def prepare(
                     "regenerated": None if regenerate is None else asdict(regenerate),
                     "source": [str(s) for s in sources],
                 }
+                # Both are on the disk before either gets its name, so that a full disk leaves what was there.
+                write_whole(about, json.dumps(manifest, indent=1, ensure_ascii=False).encode())
                 (output_dir / "prepare.json").unlink(missing_ok=True)  # never beside another run's samples
                 temporary.replace(output_dir / "prepared.parquet")
-                write_whole(output_dir / "prepare.json", json.dumps(manifest, indent=1, ensure_ascii=False).encode())
+                about.replace(output_dir / "prepare.json")
             finally:
                 temporary.unlink(missing_ok=True)
+                about.unlink(missing_ok=True)
     except OSError as error:
         raise EyasError(f"cannot write {output_dir}: {error.strerror or error}") from error
     say(

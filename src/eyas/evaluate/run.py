@@ -71,6 +71,16 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     return folder, {}
 
 
+def check_verifier(folder: Path, verifier: Verifier) -> None:
+    """EyasError where the checkpoint says that it was trained for another verifier than this one."""
+    try:
+        told = json.loads((folder / "eyas.json").read_text())["verifier"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # other tools' checkpoints do not say
+    if told["fingerprint"] != verifier.fingerprint:
+        raise EyasError(f"{folder} was trained for {told['name']}, not for {verifier.config.name} at {verifier.path}")
+
+
 def evaluate_checkpoint(
     path: Path, options: EvalOptions, output: Path | None = None, say: Say = print
 ) -> dict[str, Any]:
@@ -88,6 +98,7 @@ def evaluate_checkpoint(
     device = pick_device(options.device)
     dtype = compute_dtype(options.dtype, device)
     verifier = Verifier(verifier_path, trust_remote_code=options.trust_remote_code)
+    check_verifier(folder, verifier)
     source = open_source(Path(data_dir), verifier.config, verifier.fingerprint, say)
     drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding())
     layers = aux_layers(source, verifier)
@@ -110,8 +121,11 @@ def evaluate_checkpoint(
     result: dict[str, Any] = {"checkpoint": folder.name, "val": figures.to_dict() if figures else None}
     if figures:
         say(offline_line(figures))
-    prompts = [prompt for i in val if (prompt := prompt_of(*source.tokens(i), max_seq_len))][: options.prompts]
-    names = [source.ids[i] for i in val if prompt_of(*source.tokens(i), max_seq_len)][: options.prompts]
+    found = [(source.ids[i], prompt_of(*source.tokens(i), max_seq_len)) for i in val]
+    found = [(name, prompt) for name, prompt in found if prompt][: options.prompts]
+    if not found:
+        raise EyasError(f"no validation sample of {data_dir} begins with a prompt: there is nothing to decode from")
+    names, prompts = [name for name, _ in found], [prompt for _, prompt in found]
     result["decode"] = by_decoding(drafter, vocab, verifier, layers, prompts, options, dtype, device, say)
     result["decode"]["prompt_ids"] = names
     if output is not None:

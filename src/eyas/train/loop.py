@@ -225,7 +225,14 @@ class Run:
             self.vocab,
             self.verifier.config,
             self.layers,
-            more={"eyas.json": {"step": self.step, "epoch": epoch + 1, "validation": value}},
+            more={
+                "eyas.json": {
+                    "verifier": {"name": self.verifier.config.name, "fingerprint": self.verifier.fingerprint},
+                    "step": self.step,
+                    "epoch": epoch + 1,
+                    "validation": value,
+                }
+            },
         )
         link(self.config.output_dir / "last", folder)
         score = figures.accept_length if figures else float(self.step)
