@@ -314,3 +314,31 @@ def test_a_log_of_ten_gigabytes_is_read_at_both_ends_only(tmp_path: Path) -> Non
     assert base64.b64decode(entry["head"]["b64"]).startswith(b"begin\n")
     assert base64.b64decode(entry["tail"]["b64"]).endswith(b"end\n")
     assert len(base64.b64decode(entry["head"]["b64"])) == 64 << 10
+
+
+def test_the_two_ends_of_sockets_are_put_together() -> None:
+    code = """
+        import os, socket, time
+        a, b = socket.socketpair()
+        server = socket.socket()
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        if os.fork() == 0:
+            a.close()
+            client = socket.create_connection(server.getsockname())
+            server.close()
+            client.recv(1)
+        b.close()
+        peer, _ = server.accept()
+        ready()
+        a.recv(1)
+    """
+    with running(code) as p:
+        child = int(Path(f"/proc/{p.pid}/task/{p.pid}/children").read_text())
+        snap = look(p.pid)
+        os.kill(child, signal.SIGKILL)
+    ends = {(s["proto"], s["pid"], s["peer_pid"]) for s in snap["sockets"]}
+    assert {("unix", p.pid, child), ("tcp", p.pid, child), ("tcp", child, p.pid)} <= ends
+    call = proc(snap, p.pid)["syscall"]
+    assert (call["name"], call["kind"]) == ("recvfrom", "socket")
+    assert {s["state"] for s in snap["sockets"] if s["proto"] == "tcp"} == {"ESTABLISHED"}
