@@ -2791,7 +2791,7 @@ def meta_facts(started: float) -> dict:
     caps = int(effective.group(1), 16) if effective else 0
     uptime = float((text("/proc/uptime") or "0").split()[0])
     mounts = text("/proc/self/mountinfo", 1 << 20) or ""
-    proc = next((line for line in mounts.splitlines() if " /proc " in line and " - proc " in line), "")
+    proc = next((line for line in reversed(mounts.splitlines()) if " /proc " in line and " - proc " in line), "")
     mapped = (text("/proc/self/uid_map", 256) or "").split()
     first = text("/proc/1/cgroup", 4096) or ""
     container = os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv") or \
