@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from whylab import look, proc, running, wait_for
 
+from eyas.why import remote
+from eyas.why.ps import render_ps
+
 SLEEP = "ready()\nimport time\ntime.sleep(600)"
 
 
@@ -314,3 +317,51 @@ def test_a_log_of_ten_gigabytes_is_read_at_both_ends_only(tmp_path: Path) -> Non
     assert base64.b64decode(entry["head"]["b64"]).startswith(b"begin\n")
     assert base64.b64decode(entry["tail"]["b64"]).endswith(b"end\n")
     assert len(base64.b64decode(entry["head"]["b64"])) == 64 << 10
+
+
+def test_the_two_ends_of_sockets_are_put_together() -> None:
+    code = """
+        import os, socket, time
+        a, b = socket.socketpair()
+        server = socket.socket()
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        if os.fork() == 0:
+            a.close()
+            client = socket.create_connection(server.getsockname())
+            server.close()
+            client.recv(1)
+        b.close()
+        peer, _ = server.accept()
+        ready()
+        a.recv(1)
+    """
+    with running(code) as p:
+        child = int(Path(f"/proc/{p.pid}/task/{p.pid}/children").read_text())
+        snap = look(p.pid)
+        os.kill(child, signal.SIGKILL)
+    ends = {(s["proto"], s["pid"], s["peer_pid"]) for s in snap["sockets"]}
+    assert {("unix", p.pid, child), ("tcp", p.pid, child), ("tcp", child, p.pid)} <= ends
+    call = proc(snap, p.pid)["syscall"]
+    assert (call["name"], call["kind"]) == ("recvfrom", "socket")
+    assert {s["state"] for s in snap["sockets"] if s["proto"] == "tcp"} == {"ESTABLISHED"}
+
+
+def test_ps_puts_the_stopped_trainer_before_the_busy_one(tmp_path: Path) -> None:
+    (tmp_path / "train_a.py").write_text("import sys\nopen(sys.argv[1], 'w').close()\nwhile True: pass\n")
+    words = [sys.executable, "train_a.py"]
+    busy = subprocess.Popen(["nice", "-n", "19", *words, "busy"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    stopped = subprocess.Popen([*words, "stopped"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: (tmp_path / "busy").exists() and (tmp_path / "stopped").exists())
+        os.kill(stopped.pid, signal.SIGSTOP)
+        listing = remote.ask({"mode": "ps", "kind": "search", "times": [0.0, 1.0]}, 60.0)
+    finally:
+        for p in (busy, stopped):
+            p.kill()
+            p.wait()
+    order = [row["pid"] for row in listing["rows"]]
+    assert order.index(stopped.pid) < order.index(busy.pid)
+    row = listing["rows"][order.index(stopped.pid)]
+    assert (row["state"], "stopped" in row["why"]) == ("T", True)
+    assert str(stopped.pid) in render_ps(listing, 200)

@@ -25,17 +25,12 @@ SLEEP = "ready()\nimport time\ntime.sleep(600)"
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change users, mount and freeze")
 
 
-def as_nobody(pid: int) -> dict[str, object]:
+def as_nobody(pid: int, *before: str) -> dict[str, object]:
     """The probe as an unprivileged user, on its standard input like on another host."""
-    request = {"kind": "pid", "value": pid, "mode": "why", "times": [0, 0.2, 0.5], "nonce": "n"}
+    request = {"kind": "pid", "value": pid, "mode": "why", "times": [0, 0.2, 0.5], "hard_s": 20, "nonce": "n"}
     text = f"EYAS_REQUEST = {json.dumps(json.dumps(request))}\n" + Path(probe.__file__).read_text()
-    done = subprocess.run(
-        [*NOBODY, "/usr/bin/env", "python3", "-I", "-S", "-"],
-        input=text.encode(),
-        capture_output=True,
-        timeout=30,
-        cwd="/",
-    )
+    command = [*before, *NOBODY, "/usr/bin/env", "python3", "-I", "-S", "-"]
+    done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=60, cwd="/")
     found = remote.unframe(done.stdout, "n")
     assert found is not None, done.stderr.decode()[-500:]
     return found
@@ -85,6 +80,24 @@ def test_an_unprivileged_user_sees_all_of_its_own_process() -> None:
         entry["visible"]["fd"] and entry["visible"]["io"] and entry["visible"]["environ"] and entry["visible"]["maps"]
     )
     assert proc(snap, p.pid)["wchan"] is not None
+
+
+def test_a_host_that_hides_processes_says_so() -> None:
+    hide = (
+        "unshare",
+        "-m",
+        "--propagation",
+        "private",
+        "sh",
+        "-c",
+        'mount -t proc -o hidepid=2 proc /proc && exec "$@"',
+        "sh",
+    )
+    with running(SLEEP) as p:
+        snap = as_nobody(p.pid, *hide)
+    assert snap["meta"]["hidepid"] is True  # type: ignore[index]
+    assert snap["target"]["exists"] is False  # type: ignore[index]
+    assert "hidden" in snap["target"]["note"]  # type: ignore[index]
 
 
 def test_files_on_a_file_system_that_hangs_do_not_hang_the_probe(tmp_path: Path) -> None:

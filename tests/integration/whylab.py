@@ -49,7 +49,7 @@ def look(
     value: int | str,
     kind: str = "pid",
     times: tuple[float, ...] = (0.0, 0.25, 0.6),
-    timeout: float = 20.0,
+    timeout: float = 60.0,
     **request: Any,
 ) -> Snapshot:
     """The probe's snapshot, with samples closer together than a user's."""

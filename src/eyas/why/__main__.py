@@ -21,7 +21,7 @@ def main(words: list[str] | None = None) -> int:
         parser = Parser(prog="eyas ps", description="Training processes here or there, the most suspicious first.")
         parser.add_argument("host", nargs="?")
         parser.add_argument("--json", action="store_true")
-        parser.add_argument("--timeout", type=float, default=10.0)
+        parser.add_argument("--timeout", type=float, default=15.0)
         given = parser.parse_args(words[1:])
         return run_ps(given.host, json_out=given.json, timeout=given.timeout)
     parser = Parser(prog="eyas why", description="What is this silent process doing?")
@@ -37,7 +37,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--deep", action="store_true", help="add native stacks and two seconds of strace; this does pause the process"
     )
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="give up after S seconds (default 10)")
+    parser.add_argument("--timeout", type=float, default=15.0, metavar="S", help="give up after S seconds (default 15)")
     parser.add_argument("--log", metavar="FILE", help="the log, if it is not the process's own output")
     parser.add_argument("--fail-on", metavar="STATE", help="exit non-zero for these states only, e.g. stuck,failed")
     parser.add_argument("--replay", metavar="FILE", help="judge a saved snapshot again")

@@ -32,7 +32,7 @@ def run_why(
     json_out: bool = False,
     stacks: bool = False,
     deep: bool = False,
-    timeout: float = 10.0,
+    timeout: float = 15.0,
     log: str | None = None,
     fail_on: str | None = None,
     replay: str | None = None,
@@ -67,7 +67,7 @@ def run_why(
     return EXIT.get(state, 3)
 
 
-def run_ps(host: str | None = None, *, json_out: bool = False, timeout: float = 10.0) -> int:
+def run_ps(host: str | None = None, *, json_out: bool = False, timeout: float = 15.0) -> int:
     """List the training processes of this host or another."""
     try:
         request = {"mode": "ps", "kind": "search", "times": [0.0, 1.0], "soft_s": min(4.5, max(1.5, timeout - 0.4))}
@@ -85,7 +85,7 @@ def run_ps(host: str | None = None, *, json_out: bool = False, timeout: float = 
 
 
 def look(
-    target: Target, timeout: float = 10.0, *, stacks: bool = False, deep: bool = False, log: str | None = None
+    target: Target, timeout: float = 15.0, *, stacks: bool = False, deep: bool = False, log: str | None = None
 ) -> dict[str, Any]:
     """The snapshot of a target."""
     request: dict[str, Any] = {**target.request(), "mode": "why", "stacks": stacks or deep, "deep": deep}

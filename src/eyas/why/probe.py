@@ -16,6 +16,7 @@ network and locks · cgroups · GPU · host · slurm and NCCL · stacks · ps ·
 
 import base64
 import errno
+import gc
 import json
 import marshal
 import os
@@ -309,6 +310,20 @@ class Courier(object):
             courier.expire(True)
 
 
+class Errands(Courier):
+    """A courier for different small questions, each with its name: (name, function, argument, what to blame)."""
+
+    def __init__(self, name: str, errands: list, each: float = 0.7):
+        Courier.__init__(self, name, errands, lambda e: e[1](e[2]), each=each, restarts=5,
+                         blame=lambda e: dict(e[3] if len(e) > 3 else {}, probe=e[0]))
+
+    def get(self, name: str, default=None):  # type: ignore[no-untyped-def]
+        for index, errand in enumerate(self.items):
+            if errand[0] == name:
+                return self.out.get(index, default)
+        return default
+
+
 def collect(name: str, items: list, fn: "Any", until: float, **more: "Any") -> list:
     """A courier that is waited for; answers in the order of the items (None where there is none)."""
     courier = Courier(name, items, fn, **more)
@@ -586,6 +601,11 @@ def fd_info(pid: int, fd: int) -> dict:
 
 
 O_DIRECTORY = getattr(os, "O_DIRECTORY", 0o200000)
+
+
+def written(held: dict) -> bool:
+    """Whether a descriptor is open for writing, as far as is known."""
+    return (held.get("access") or "r") != "r"
 
 
 def is_library(path: str) -> bool:
@@ -1497,6 +1517,10 @@ def parse_mountinfo(blob: str) -> dict:
     return found
 
 
+def mountinfo_of(pid: int) -> "str | None":
+    return text("/proc/%d/mountinfo" % pid, 2 << 20)
+
+
 def device_names() -> dict:
     return {f[0] + ":" + f[1]: f[2] for f in (line.split() for line in (text("/proc/diskstats", 262144)
         or "").splitlines()) if len(f) > 2}
@@ -1917,7 +1941,37 @@ def unix_peers(pid: int, wanted: "set[int]") -> "list[dict]":
         if len(f) >= 7 and int(f[6]) in wanted:
             found.append({"inode": int(f[6]), "proto": "unix", "state": {"01": "UNCONNECTED", "02": "CONNECTING",
                 "03": "ESTABLISHED"}.get(f[5], f[5]),
-                          "path": f[7] if len(f) > 7 else None})
+                          "path": f[7] if len(f) > 7 else None, "peer_inode": None})
+    try:
+        links = unix_links() if found else {}
+    except OSError:
+        links = {}
+    for entry in found:
+        entry["peer_inode"] = links.get(entry["inode"])
+    return found
+
+
+def unix_links() -> dict:
+    """inode -> inode at the other end of every connected unix socket here, from the kernel's socket diagnosis."""
+    found = {}  # type: dict
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as link:  # NETLINK_SOCK_DIAG
+        link.settimeout(0.3)
+        ask = struct.pack("<BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, 4, 0xFFFFFFFF, 0xFFFFFFFF)  # show the peer
+        link.send(struct.pack("<IHHII", 16 + len(ask), 20, 0x301, 1, 0) + ask)
+        for _ in range(200):
+            blob, at = link.recv(1 << 16), 0
+            while at + 16 <= len(blob):
+                size, kind = struct.unpack_from("<IH", blob, at)
+                if kind in (2, 3) or size < 16:  # an error, or the end
+                    return found
+                inode = struct.unpack_from("<I", blob, at + 20)[0]
+                attribute = at + 32
+                while attribute + 8 <= at + size:
+                    length, name = struct.unpack_from("<HH", blob, attribute)
+                    if name == 2 and length >= 8:
+                        found[inode] = struct.unpack_from("<I", blob, attribute + 4)[0]
+                    attribute += max(4, (length + 3) & ~3)
+                at += (size + 3) & ~3
     return found
 
 
@@ -2285,6 +2339,11 @@ class Nvml(object):
         if self.lib.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version)) == 0:
             self.cuda = "%d.%d" % (version.value // 1000, version.value % 1000 // 10)
 
+    def do(self, name: str, *args):  # type: ignore[no-untyped-def]
+        """Call by name; a driver too old to know the function answers "not found"."""
+        call = getattr(self.lib, name, None)
+        return call(*args) if call is not None else 13
+
     def say(self, code: int) -> str:
         self.lib.nvmlErrorString.restype = self.c.c_char_p
         return (self.lib.nvmlErrorString(code) or b"error %d" % code).decode("utf-8", "replace")
@@ -2301,7 +2360,7 @@ class Nvml(object):
     def read(self, fixed: bool) -> dict:
         c, lib = self.c, self.lib
         count = c.c_uint()
-        lib.nvmlDeviceGetCount_v2(c.byref(count))
+        self.do("nvmlDeviceGetCount_v2", c.byref(count))
         out = {"status": "ok", "rows": [], "apps": [], "error": None}  # type: dict
 
         class Memory(c.Structure):  # type: ignore[name-defined,misc]
@@ -2319,21 +2378,21 @@ class Nvml(object):
 
         for index in range(count.value):
             handle = c.c_void_p()
-            code = lib.nvmlDeviceGetHandleByIndex_v2(c.c_uint(index), c.byref(handle))
+            code = self.do("nvmlDeviceGetHandleByIndex_v2", c.c_uint(index), c.byref(handle))
             if code:
                 out["rows"].append({"index": index, "lost": code == 15, "error": self.say(code)})
                 out["error"] = "GPU %d: %s" % (index, self.say(code))
                 continue
-            row = {"index": index, "uuid": self.word(lambda b, n, h=handle: lib.nvmlDeviceGetUUID(h, b, n), 96),
-                   "name": self.word(lambda b, n, h=handle: lib.nvmlDeviceGetName(h, b, n), 96),
+            row = {"index": index, "uuid": self.word(lambda b, n, h=handle: self.do("nvmlDeviceGetUUID", h, b, n), 96),
+                   "name": self.word(lambda b, n, h=handle: self.do("nvmlDeviceGetName", h, b, n), 96),
                    "driver": self.driver}  # type: dict
             rates, memory = Rates(), Memory()
-            code = lib.nvmlDeviceGetUtilizationRates(handle, c.byref(rates))
+            code = self.do("nvmlDeviceGetUtilizationRates", handle, c.byref(rates))
             if code == 0:
                 row["util"], row["mem_util"] = rates.gpu, rates.memory
             elif code == 15:
                 row["lost"] = True
-            if lib.nvmlDeviceGetMemoryInfo(handle, c.byref(memory)) == 0:
+            if self.do("nvmlDeviceGetMemoryInfo", handle, c.byref(memory)) == 0:
                 row["mem_used"], row["mem_total"] = memory.used, memory.total
             for key, name in (("power_w", "nvmlDeviceGetPowerUsage"), ("power_limit_w",
                                                                        "nvmlDeviceGetEnforcedPowerLimit")):
@@ -2361,15 +2420,16 @@ class Nvml(object):
                 row["ecc_uncorrected"] = self.uint("nvmlDeviceGetTotalEccErrors", handle, c.c_uint(1), c.c_uint(0),
                                                    big=True)
                 four = [c.c_uint() for _ in range(4)]
-                if lib.nvmlDeviceGetRemappedRows(handle, *[c.byref(v) for v in four]) == 0:
+                if self.do("nvmlDeviceGetRemappedRows", handle, *[c.byref(v) for v in four]) == 0:
                     row["remapped_rows"] = {"correctable": four[0].value, "uncorrectable": four[1].value,
                                             "pending": bool(four[2].value), "failed": bool(four[3].value)}
                 mode, pending = c.c_uint(), c.c_uint()
-                row["mig"] = lib.nvmlDeviceGetMigMode(handle, c.byref(mode), c.byref(pending)) == 0 and mode.value == 1
+                known = self.do("nvmlDeviceGetMigMode", handle, c.byref(mode), c.byref(pending)) == 0
+                row["mig"] = known and mode.value == 1
             shares = {}  # type: dict
             number_ = c.c_uint(128)
             uses = (Use * 128)()  # type: ignore[operator]
-            if lib.nvmlDeviceGetProcessUtilization(handle, uses, c.byref(number_),
+            if self.do("nvmlDeviceGetProcessUtilization", handle, uses, c.byref(number_),
                                                    c.c_ulonglong(max(0, int((time.time() - 3) * 1e6)))) == 0:
                 for i in range(min(128, number_.value)):
                     shares[uses[i].pid] = max(shares.get(uses[i].pid, 0), uses[i].sm)
@@ -2505,7 +2565,7 @@ def host_facts(_: object = None) -> dict:
                           "blocked": stats.get("procs_blocked")}, "btime": stats.get("btime")}
 
 
-def infiniband() -> dict:
+def infiniband(_: object = None) -> dict:
     out, base = {}, "/sys/class/infiniband"
     try:
         for dev in os.listdir(base):
@@ -2712,13 +2772,17 @@ def trace_calls(job: tuple) -> dict:
 CAPS = ((2, "DAC_READ_SEARCH"), (19, "SYS_PTRACE"), (21, "SYS_ADMIN"), (34, "SYSLOG"))
 
 
-def user_name(uid: int) -> "str | None":
+def user_names(uids: "list[int]") -> dict:
+    """Names of users; asks the name service, which may be a dead server."""
     import pwd
 
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return None
+    names = {}  # type: dict
+    for uid in uids:
+        try:
+            names[uid] = pwd.getpwuid(uid).pw_name
+        except KeyError:
+            names[uid] = None
+    return names
 
 
 def meta_facts(started: float) -> dict:
@@ -2727,7 +2791,7 @@ def meta_facts(started: float) -> dict:
     caps = int(effective.group(1), 16) if effective else 0
     uptime = float((text("/proc/uptime") or "0").split()[0])
     mounts = text("/proc/self/mountinfo", 1 << 20) or ""
-    proc = next((line for line in mounts.splitlines() if " /proc " in line and " - proc " in line), "")
+    proc = next((line for line in reversed(mounts.splitlines()) if " /proc " in line and " - proc " in line), "")
     mapped = (text("/proc/self/uid_map", 256) or "").split()
     first = text("/proc/1/cgroup", 4096) or ""
     container = os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv") or \
@@ -2949,37 +3013,32 @@ class Session(object):
                         locks=[], lockfiles=[], pipes=[], cgroups={}, gpu={}, host={}, kernel_log={}, nccl={"ras": None,
                             "dumps": []}, slurm=None, stacks={}, deep={})
 
-    def _common(self) -> dict:
-        """Facts that need no process."""
-        blame = {"blame": lambda _i: {}}  # type: dict
-        return {"host": Courier("host", [0], host_facts, each=0.5, **blame), "kernel_log": Courier("kernel log", [0],
-            kernel_log, each=0.7, **blame),
-                "shm": Courier("statvfs", ["/dev/shm"], shm_use, each=0.5, blame=lambda p: {"path": p}),
-                "tmp": Courier("statvfs", ["/tmp"], statvfs_of, each=0.5, blame=lambda p: {"path": p}),
-                "users": Courier("user names", sorted({os.geteuid()} | {u for u in [self.table.uid(self.target["pid"]
-                    or 0)] if u is not None}), user_name, each=0.7),
-                "infiniband": Courier("infiniband", [0], lambda _i: infiniband(), each=0.5)}
+    def _common(self, first: list) -> Errands:
+        """Facts of the host, after those asked for first."""
+        uids = {os.geteuid(), self.table.uid(self.target["pid"] or 0)}
+        return Errands("host", first + [
+            ("host", host_facts, 0), ("infiniband", infiniband, 0),
+            ("user names", user_names, sorted(u for u in uids if u is not None)),
+            ("kernel log", kernel_log, 0), ("statvfs shm", shm_use, "/dev/shm", {"path": "/dev/shm"}),
+            ("statvfs tmp", statvfs_of, "/tmp", {"path": "/tmp"})])
 
-    def _take_common(self, snapshot: dict, common: dict) -> None:
-        host = common["host"].value(0, {}) or {}
-        host["shm"], host["tmp"] = common["shm"].value(), common["tmp"].value()
-        host["ib"] = common["infiniband"].value()
+    def _take_common(self, snapshot: dict, common: Errands) -> None:
+        host = common.get("host") or {}
+        host.update(shm=common.get("statvfs shm"), tmp=common.get("statvfs tmp"), ib=common.get("infiniband"))
         snapshot["host"] = host
-        log = common["kernel_log"].value() or {"readable": False, "lines": []}
+        log = common.get("kernel log") or {"readable": False, "lines": []}
         snapshot["kernel_log"] = log
         if not log["readable"]:
             self.unseen.append({"what": "the kernel log", "why": "dmesg is restricted here",
                                 "needs": "root (CAP_SYSLOG)", "command": "sudo dmesg -T | tail -50"})
-        names = dict(zip(common["users"].items, [common["users"].out.get(i)
-                                                 for i in range(len(common["users"].items))]))
-        self.users = names
-        self.meta["user"] = names.get(os.geteuid())
+        self.users = common.get("user names") or {}
+        self.meta["user"] = self.users.get(os.geteuid())
 
     def _without_process(self, snapshot: dict) -> None:
         """Nothing is left of the process: what its files, the host and the scheduler still say."""
         self._empty(snapshot)
         target = self.target
-        common = self._common()
+        common = self._common([])
         if self.gpu_asked is None:
             self.gpu_asked = self._ask_gpu([0.0])
         slurm = Courier("slurm", [str(self.ask["value"])], ask_slurm,
@@ -3008,7 +3067,7 @@ class Session(object):
 
         watch = Courier("log size", pause, lambda item: self._size(item[1]), each=0.7, before=wait,
                         blame=lambda item: {"path": item[1]})
-        Courier.wait(self.soft, [watch, self.gpu_asked] + list(common.values()))
+        Courier.wait(self.soft, [watch, self.gpu_asked, common])
         growth = {}  # type: dict
         for index, (_i, path) in enumerate(pause):
             if index in watch.out:
@@ -3079,7 +3138,6 @@ class Session(object):
         members = job.members
         costly = [p for p in members if job.kinds[p] in ("main", "rank", "launcher")][:12] + [p for p in members
             if job.kinds[p] in ("fork", "spawned", "other")][:3]
-        common = self._common()
         groups, keys = {}, {}  # type: dict, dict
         hierarchies = cgroup_mounts()
         for p in members[:64]:
@@ -3093,23 +3151,23 @@ class Session(object):
         identity = Courier("identity", [(p, p in costly) for p in members[:96] if table.rows[p]["state"] not in "ZX"],
                            identify, each=0.5,
                            blame=lambda j: {"pid": j[0], "path": "/proc/%d/environ or maps" % j[0]})
-        mounts_of = Courier("mountinfo", [job.main if job.main in table.rows else pid],
-                            lambda p: text("/proc/%d/mountinfo" % p, 2 << 20), each=0.5, blame=lambda p: {"pid": p})
+        main = job.main if job.main in table.rows else pid
+        common = self._common([("mountinfo", mountinfo_of, main, {"pid": main})]
+                              + [(k, cgroup_facts, keys[k], {"path": k}) for k in keys])
         if self.gpu_asked is None:
             self.gpu_asked = self._ask_gpu([0.0, min(1.6, self.times[-1])])
-        cgroups = Courier("cgroup", list(keys), lambda k: cgroup_facts(keys[k]), each=0.6)
         firsts = [i for i, (s, _p) in enumerate(items) if s == 0]
         Courier.wait(min(soft, begin + 1.2), [sampler],
                      ready=lambda: sampler.done or all(i in sampler.out or i in sampler.errors for i in firsts))
-        Courier.wait(min(soft, time.monotonic() + 0.8), [identity, mounts_of])
+        Courier.wait(min(soft, time.monotonic() + 0.8), [identity, common],
+                     ready=lambda: identity.done and (common.done or 0 in common.out or 0 in common.errors))
         ids = {p: identity.out.get(i) for i, (p, _m) in enumerate(identity.items)}
-        self.mounts = parse_mountinfo(mounts_of.value() or "")
+        self.mounts = parse_mountinfo(common.get("mountinfo") or "")
         for mount in self.mounts.values():
             mount["device"] = None
         names = device_names()
         for mount in self.mounts.values():
             mount["device"] = names.get(mount["dev"])
-        main = job.main if job.main in table.rows else pid
         mine, theirs = readlink("/proc/self/ns/mnt"), (ids.get(main) or {}).get("ns_mnt")
         same = theirs is None or mine == theirs
         root = (ids.get(main) or {}).get("root")
@@ -3119,15 +3177,15 @@ class Session(object):
         Courier.wait(min(soft, begin + self.times[-1] + 1.2), [sampler, fact["watch"]])
         self._assemble_samples(snapshot, sampler, items, begin, fact)
         self._late_files(snapshot, fact, first)
-        rest = [c for c in list(fact.values()) + list(common.values()) if isinstance(c, Courier)]
-        Courier.wait(max(soft, time.monotonic() + 0.2), rest + [identity, cgroups, self.gpu_asked])
+        rest = [c for c in fact.values() if isinstance(c, Courier)]
+        Courier.wait(max(soft, time.monotonic() + 0.2), rest + [identity, common, self.gpu_asked])
         self._take_common(snapshot, common)
         self._take_processes(snapshot, ids, first, groups)
         self._take_facts(snapshot, fact, first, ids)
-        snapshot["cgroups"] = {k: cgroups.out[i] for i, k in enumerate(cgroups.items) if cgroups.out.get(i)}
+        snapshot["cgroups"] = {k: common.get(k) for k in keys if common.get(k)}
         for key, group in snapshot["cgroups"].items():
             group["pids"] = [p for p in members if groups.get(p) == key]
-        for courier in (sampler, identity, cgroups, fact["tcp"], fact["locks"]):
+        for courier in (sampler, identity, common, fact["links"]):
             self.errors += ["%s: %s" % (courier.name, error) for error in list(courier.errors.values())[:5]]
         self._finish_gpu(snapshot, members)
         if self.ask.get("stacks") or self.ask.get("deep"):
@@ -3285,12 +3343,11 @@ class Session(object):
                         append=bool(held.get("append")), mnt=held.get("mnt"))
                 elif held["kind"] == "pipe":
                     readers = self.readers.get(held.get("inode"), [])
-                    to = [{"pid": p, "comm": self.table.rows[p]["comm"], "cmd": self.table.line(p)} for p,
-                          _fd in readers if p in self.table.rows]
+                    to = [{"pid": p, "comm": self.table.rows[p]["comm"], "cmd": self.table.line(p)}
+                          for p, _fd in readers if p in self.table.rows]
                     for p, _fd in readers:
                         for n, other in sorted((first.get(p) or {"fds": {}})["fds"].items()):
-                            if other["kind"] == "file" and (other.get("access")
-                                                            or "r") != "r" and other["path"] != held["path"]:
+                            if other["kind"] == "file" and written(other) and other["path"] != held["path"]:
                                 add(other["path"], "tee", p, int(n), "file", via=p, deleted=bool(other.get("deleted")),
                                     append=bool(other.get("append")), mnt=other.get("mnt"))
                     add(held["path"], how, pid, fd, "pipe", to=to[0] if to else None)
@@ -3301,8 +3358,7 @@ class Session(object):
             if job.kinds.get(pid) == "reader":
                 continue
             for n, held in sorted((first.get(pid) or {"fds": {}})["fds"].items(), key=lambda x: int(x[0])):
-                writes = held["kind"] == "file" and (held.get("access") or "r") != "r"
-                if writes and int(n) > 2 and LOG_NAME.search(os.path.basename(held["path"])):
+                if held["kind"] == "file" and written(held) and int(n) > 2 and LOG_NAME.search(os.path.basename(held["path"])):
                     add(held["path"], "open", pid, int(n), "file", deleted=bool(held.get("deleted")),
                         append=bool(held.get("append")), mnt=held.get("mnt"))
         for path in self.extra_logs:
@@ -3347,7 +3403,7 @@ class Session(object):
             for n, held in look["fds"].items():
                 if held["kind"] not in ("file", "shm") or held["path"] in log_paths or is_library(held["path"]):
                     continue
-                side = outs if (held.get("access") or "r") != "r" and held["kind"] == "file" else data
+                side = outs if written(held) and held["kind"] == "file" else data
                 if held["kind"] == "shm" and side is data:
                     continue  # shared memory between workers; counted under host.shm
                 entry = side.setdefault(held["path"], {"pids": [], "fds": {}, "mnt": held.get("mnt"),
@@ -3414,17 +3470,16 @@ class Session(object):
         socket_inodes = {h["inode"] for look in first.values() for h in look["fds"].values() if h["kind"] == "socket"
                          and h.get("inode")}
         ports = list(KNOWN_PORTS) + ([int(env["MASTER_PORT"])] if env.get("MASTER_PORT", "").isdigit() else [])
-        fact["tcp"] = Courier("sockets", [main], lambda p: tcp_table(p, socket_inodes, tuple(ports)), each=0.6,
-                              blame=lambda p: {"pid": p, "path": "/proc/%d/net/tcp" % p})
-        fact["unix"] = Courier("unix sockets", [main], lambda p: unix_peers(p, socket_inodes), each=0.5)
-        fact["locks"] = Courier("locks", [0], lambda _i: parse_locks(text("/proc/locks", 1 << 20) or ""), each=0.5)
-        fact["ras"] = Courier("NCCL RAS", [28028], ask_ras, each=1.6)
         patterns = [env.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or env.get("TORCH_FR_DUMP_TEMP_FILE")
                     or "/tmp/nccl_trace_rank_", "/tmp/nccl_trace_rank_"]
         if env.get("NCCL_DEBUG_FILE"):
             patterns.append(re.split(r"[.%]", env["NCCL_DEBUG_FILE"])[0])
         patterns = [reach(p) for i, p in enumerate(patterns) if p not in patterns[:i]]
-        fact["dumps"] = Courier("NCCL dumps", [patterns], nccl_dumps, each=0.6, blame=lambda p: {"path": p[0]})
+        fact["links"] = Errands("links", [
+            ("sockets", lambda p: tcp_table(p, socket_inodes, tuple(ports)), main, {"pid": main}),
+            ("unix sockets", lambda p: unix_peers(p, socket_inodes), main, {"pid": main}),
+            ("locks", lambda _i: parse_locks(text("/proc/locks", 1 << 20) or ""), 0),
+            ("NCCL dumps", nccl_dumps, patterns, {"path": patterns[0]}), ("NCCL RAS", ask_ras, 28028)], each=1.3)
         return fact
 
     def _fd_path(self, path: str, entry: dict) -> str:
@@ -3449,8 +3504,7 @@ class Session(object):
                 if self.job.kinds.get(int(pid)) in ("tee", "reader"):
                     continue
                 for n, held in look["fds"].items():
-                    if held["kind"] not in ("file", "shm") or is_library(held["path"]) or (held.get("access")
-                        or "r") != "r":
+                    if held["kind"] not in ("file", "shm") or is_library(held["path"]) or written(held):
                         continue
                     if held["path"] not in data and len(data) < 400:
                         data[held["path"]] = {"pids": [int(pid)], "fds": {pid: int(n)}, "mnt": held.get("mnt"),
@@ -3574,18 +3628,18 @@ class Session(object):
             for n, held in look["fds"].items():
                 if held["kind"] == "socket" and held.get("inode"):
                     owners.setdefault(held["inode"], (pid, int(n)))
-        tcp = fact["tcp"].value(0, []) or []
+        tcp = fact["links"].get("sockets") or []
         ends = {(s["local"], s["lport"], s["peer"], s["pport"]): s["inode"] for s in tcp}
-        for entry in tcp + (fact["unix"].value(0, []) or []):
+        for entry in tcp + (fact["links"].get("unix sockets") or []):
             pid, fd = owners.get(entry["inode"], (None, None))
             entry.update(pid=pid, fd=fd)
             if entry["state"] == "LISTEN":
                 snapshot["listening"].append({"port": entry["lport"], "addr": entry["local"], "pid": pid,
                                               "comm": table.rows[pid]["comm"] if pid in table.rows else None})
             elif pid is not None and len(snapshot["sockets"]) < 400:
-                if entry["proto"] != "unix":
-                    other = owners.get(ends.get((entry["peer"], entry["pport"], entry["local"], entry["lport"])))
-                    entry["peer_pid"] = other[0] if other else None
+                other = owners.get(entry["peer_inode"] if entry["proto"] == "unix" else
+                                   ends.get((entry["peer"], entry["pport"], entry["local"], entry["lport"])))
+                entry["peer_pid"] = other[0] if other else None
                 snapshot["sockets"].append(entry)
         # locks
         inos = {}  # type: dict
@@ -3594,7 +3648,7 @@ class Session(object):
                 if held.get("ino"):
                     inos.setdefault(held["ino"], held["path"])
         members = set(job.members)
-        for lock in fact["locks"].value(0, []) or []:
+        for lock in fact["links"].get("locks") or []:
             if lock["holder"] in members or members.intersection(lock["waiters"]) or lock["ino"] in inos:
                 row = table.rows.get(lock["holder"])
                 lock.update(path=inos.get(lock["ino"]), holder_comm=row["comm"] if row else None,
@@ -3635,7 +3689,7 @@ class Session(object):
                            or nproc, "members": job.members, "left_out": job.left_out,
                            "ranks": ranks, "kinds": {str(p): k for p, k in job.kinds.items()}, "edges": edges[:400],
                            "by": job.by}
-        snapshot["nccl"] = {"ras": fact["ras"].value(), "dumps": fact["dumps"].value(0, []) or []}
+        snapshot["nccl"] = {"ras": fact["links"].get("NCCL RAS"), "dumps": fact["links"].get("NCCL dumps") or []}
         snapshot["slurm"] = fact["slurm"].value() if "slurm" in fact else None
         shm_names = [h["path"] for look in first.values() for h in look["fds"].values() if h["kind"] == "shm"]
         if snapshot["host"].get("shm") is not None:
@@ -3808,13 +3862,13 @@ class Session(object):
         logs = [(job.main, readlink("/proc/%d/fd/1" % job.main) or "") for job, _s, _w in jobs]
         ages = Courier("log", [path for _p, path in logs], lambda p: os.stat(p).st_mtime if p.startswith("/")
                        and link_kind(p) == "file" else None, each=0.5, blame=lambda p: {"path": p})
-        users = Courier("user names", sorted({table.uid(job.main) for job, _s, _w in jobs
-                                              if table.uid(job.main) is not None}), user_name, each=0.7)
+        uids = sorted(u for u in {table.uid(job.main) for job, _s, _w in jobs} if u is not None)
+        users = Courier("user names", [uids], user_names, each=0.7)
         Courier.wait(min(self.soft, begin + 2.5), [looks, ages, users, gpu])
         seen = {items[i]: v for i, v in looks.out.items() if v}
         report = self._gpu_answer()
         util = {g["index"]: g["samples"][-1].get("util") for g in report["gpus"] if g["samples"]}
-        names = {uid: users.out.get(i) for i, uid in enumerate(users.items)}
+        names = users.value() or {}
         rows = []
         for index, (job, score, why) in enumerate(jobs):
             row = self._ps_row(job, score, why, seen, report, util)
@@ -3887,6 +3941,11 @@ def frame(answer: dict, nonce: str) -> bytes:
 
 def main(request: dict) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    gc.disable()  # children share our memory as long as nobody writes to it
+    try:
+        libc()
+    except (ImportError, OSError):
+        pass
     session = Session(request)
     answer = session.list_jobs() if request.get("mode") == "ps" else session.explain()
     data = frame(answer, str(request.get("nonce", "")))

@@ -67,7 +67,7 @@ def ask(request: dict[str, Any], timeout: float, host: str | None = None) -> dic
     extra = 3.0 if request.get("stacks") else 0.0
     extra += 10.0 if request.get("deep") else 0.0
     request.setdefault("soft_s", max(1.0, min(request["times"][-1] + 1.6, timeout - 0.4)))
-    request.setdefault("hard_s", max(1.0, timeout - 1.0))
+    request.setdefault("hard_s", max(1.0, timeout - max(1.5, timeout / 4)))
     if host is None:
         return _run_here(request, nonce, timeout + extra)
     return _run_there(request, nonce, timeout + extra, check_host(host))

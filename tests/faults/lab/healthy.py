@@ -33,7 +33,7 @@ def loop(
 
             time.sleep(settle + 1)
         else:
-            lab.says(says, limit=90, settle=settle)
+            lab.says(says, settle=settle)
         return Ask(str(child.pid), env=lab.smi(child.pid, utilization__gpu=97, power__draw=602.0) if gpu else {})
 
     add(name, start, alone)
@@ -104,7 +104,7 @@ def _loader(name: str, kind: str, workers: int, batch: int, settle: float) -> No
         for i in range(50):
             (lab.dir / "data" / f"{i:04d}.bin").write_bytes(b"x" * 200000)
         child = lab.run("loader", kind, lab.dir / "data", workers, batch)
-        lab.says("epoch 1 begins", limit=90, settle=settle)
+        lab.says("epoch 1 begins", settle=settle)
         return Ask(str(child.pid))
 
     add(name, start)
@@ -116,7 +116,7 @@ _loader("torch_loader_no_workers", "files", 0, 8, 5)
 
 def _torchrun(lab: Lab) -> Ask:
     child = torchrun(lab, "even", 2)
-    lab.says("step 5/", limit=120, settle=1)
+    lab.says("step 5/", settle=1)
     return Ask(str(child.pid))
 
 
@@ -135,7 +135,7 @@ def _trainer(mode: str, every: int) -> Callable[[Lab], Ask]:
 
 def _compile(lab: Lab) -> Ask:
     child = lab.run("compile", env={"TORCHINDUCTOR_CACHE_DIR": str(lab.dir / "cache"), "TMPDIR": str(lab.dir)})
-    lab.says("model built", limit=120, settle=4)
+    lab.says("model built", settle=4)
     return Ask(str(child.pid))
 
 

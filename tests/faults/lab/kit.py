@@ -158,7 +158,7 @@ class Lab:
         return child
 
     # ---- waiting
-    def until(self, true: Callable[[], object], limit: float = 60.0, what: str = "its state") -> None:
+    def until(self, true: Callable[[], object], limit: float = 200.0, what: str = "its state") -> None:
         end = time.monotonic() + limit
         while not true():
             if time.monotonic() > end:
@@ -166,13 +166,13 @@ class Lab:
                 raise TimeoutError(f"{what} was not reached in {limit:.0f} s; log: {tail}")
             time.sleep(0.1)
 
-    def says(self, text: str, log: str = "train.log", limit: float = 60.0, settle: float = 0.0) -> None:
+    def says(self, text: str, log: str = "train.log", limit: float = 200.0, settle: float = 0.0) -> None:
         """Wait until the log has this text; then a little longer."""
         path = self.dir / log
         self.until(lambda: path.exists() and text.encode() in path.read_bytes(), limit, repr(text))
         time.sleep(settle)
 
-    def over(self, child: subprocess.Popen[bytes], limit: float = 60.0) -> None:
+    def over(self, child: subprocess.Popen[bytes], limit: float = 200.0) -> None:
         """Wait until a child is a zombie or gone, without collecting it."""
         self.until(lambda: state_of(child.pid) in (None, "Z", "X"), limit, "its end")
 

@@ -59,7 +59,7 @@ def play(scene: Scene) -> Row:
     try:
         with Lab() as lab:
             question: Ask = scene.start(lab)
-            answer = ask(question, keep=Path(keep) / f"{scene.name}.json" if keep else None)
+            answer = ask(question, timeout=20.0, keep=Path(keep) / f"{scene.name}.json" if keep else None)
     except Unable as reason:
         return Row(scene.name, scene.expect, scene.also, "", None, "", "", 0, 0.0, 0.0, "", skipped=str(reason))
     except Exception as error:

@@ -53,7 +53,7 @@ def torchrun(lab: Lab, mode: str, ranks: int, log: str = "train.log") -> subproc
 @scene("finished.ok", quick=True)
 def finished(lab: Lab) -> Ask:
     child = lab.run("ended", "well")
-    child.wait(30)
+    child.wait(200)
     return Ask(str(lab.dir / "train.log"))
 
 
@@ -73,19 +73,19 @@ def lingering(lab: Lab) -> Ask:
 
 @scene("failed.exception", quick=True)
 def exception(lab: Lab) -> Ask:
-    lab.run("ended", "exception").wait(30)
+    lab.run("ended", "exception").wait(200)
     return Ask(str(lab.dir / "train.log"))
 
 
 @scene("failed.gpu-oom")
 def gpu_oom(lab: Lab) -> Ask:
-    lab.run("ended", "gpu-oom").wait(30)
+    lab.run("ended", "gpu-oom").wait(200)
     return Ask(str(lab.dir / "train.log"))
 
 
 @scene("failed.gpu-error")
 def gpu_error(lab: Lab) -> Ask:
-    lab.run("ended", "gpu-error").wait(30)
+    lab.run("ended", "gpu-error").wait(200)
     return Ask(str(lab.dir / "train.log"))
 
 
@@ -107,7 +107,7 @@ def terminated(lab: Lab) -> Ask:
 
 @scene("failed.preempted")
 def time_limit(lab: Lab) -> Ask:
-    lab.run("ended", "time-limit").wait(30)
+    lab.run("ended", "time-limit").wait(200)
     return Ask(str(lab.dir / "train.log"))
 
 
@@ -120,13 +120,13 @@ def native_crash(lab: Lab) -> Ask:
 
 @scene("failed.exception", "failed.rank-dead")
 def rank_raises(lab: Lab) -> Ask:
-    torchrun(lab, "crash", 2).wait(90)
+    torchrun(lab, "crash", 2).wait(200)
     return Ask(str(lab.dir / "train.log"))
 
 
 @scene("failed.rank-dead", "failed.signal")
 def rank_killed(lab: Lab) -> Ask:
-    torchrun(lab, "kill", 2).wait(90)
+    torchrun(lab, "kill", 2).wait(200)
     return Ask(str(lab.dir / "train.log"))
 
 
@@ -146,7 +146,7 @@ def rank_missing(lab: Lab) -> Ask:
 @scene("quiet.interval", quick=True)
 def interval(lab: Lab) -> Ask:
     child = lab.run("loop", "--style", "plain", "--work", "duty", "--step", "0.3", "--every", "50", "--first", "0")
-    lab.says("step 100 ", limit=120, settle=SILENT)
+    lab.says("step 100 ", settle=SILENT)
     return Ask(str(child.pid))
 
 
@@ -154,8 +154,8 @@ def interval(lab: Lab) -> Ask:
 def buffered(lab: Lab) -> Ask:
     child = lab.run("buffered", unbuffered=False)
     log = lab.dir / "train.log"
-    lab.until(lambda: log.stat().st_size > 3 * 8000, 40)
-    lab.until(lambda: time.time() - log.stat().st_mtime > SILENT + 2, 60)
+    lab.until(lambda: log.stat().st_size > 3 * 8000)
+    lab.until(lambda: time.time() - log.stat().st_mtime > SILENT + 2)
     return Ask(str(child.pid))
 
 
@@ -200,8 +200,8 @@ def checkpointing(lab: Lab) -> Ask:
 @scene("quiet.compiling", alone=True)
 def compiling(lab: Lab) -> Ask:
     child = lab.run("compile", env={"TORCHINDUCTOR_CACHE_DIR": str(lab.dir / "cache"), "TMPDIR": str(lab.dir)})
-    lab.says("model built", limit=90)
-    lab.until(lambda: len(list((lab.dir / "cache").rglob("*.so"))) > 1, 120, "its second compiled kernel")
+    lab.says("model built")
+    lab.until(lambda: len(list((lab.dir / "cache").rglob("*.so"))) > 1, 400, "its second compiled kernel")
     time.sleep(3)
     return Ask(str(child.pid))
 
@@ -218,7 +218,7 @@ def initialising(lab: Lab) -> Ask:
 @scene("quiet.long-step", "quiet.interval", alone=True)
 def long_step(lab: Lab) -> Ask:
     child = lab.run("loop", "--work", "cpu", "--step", "2.5", "--first", "0", "--slow-at", "7", "--slow", "600")
-    lab.says("step 6 ", limit=120, settle=SILENT)
+    lab.says("step 6 ", settle=SILENT)
     return Ask(str(child.pid))
 
 
@@ -272,7 +272,7 @@ def one_worker(lab: Lab) -> Ask:
 def no_workers(lab: Lab) -> Ask:
     """The training process reads and decodes by itself; the GPU waits for it."""
     child = lab.run("loader", "decode", big_files(lab.dir / "data", 6, 2 << 20), 0, 8)
-    lab.says("step 2 ", limit=90, settle=1)
+    lab.says("step 2 ", settle=1)
     return Ask(str(child.pid), env=lab.smi(child.pid, utilization__gpu=3))
 
 
@@ -307,7 +307,7 @@ def cpu_quota(lab: Lab) -> Ask:
 def thrash(lab: Lab) -> Ask:
     data = big_files(lab.dir / "data", 1, 256 << 20) / "shard_00000.bin"
     child = lab.run("thrash", data, cgroups=[lab.cgroup("memory", memory__limit_in_bytes=48 << 20)])
-    lab.says("step 1 ", limit=90)
+    lab.says("step 1 ")
     return Ask(str(child.pid))
 
 
@@ -315,7 +315,7 @@ def thrash(lab: Lab) -> Ask:
 def straggler(lab: Lab) -> Ask:
     """Rank 1 computes for four seconds a step; the others wait for it."""
     child = torchrun(lab, "straggler", 3)
-    lab.says("step 5/1000", limit=120, settle=0.2)
+    lab.says("step 5/1000", settle=0.2)
     return Ask(str(child.pid))
 
 
@@ -346,7 +346,7 @@ def gpu_throttled(lab: Lab) -> Ask:
 @scene("stuck.collective", quick=True)
 def mismatch(lab: Lab) -> Ask:
     child = torchrun(lab, "mismatch", 3)
-    lab.says("step 11/1000", limit=120, settle=SILENT)
+    lab.says("step 11/1000", settle=SILENT)
     return Ask(str(child.pid))
 
 
@@ -356,7 +356,7 @@ def rendezvous(lab: Lab) -> Ask:
     first, _ = (
         lab.run("ranks", "even", append=True, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)
     )
-    lab.says("initializing process group", limit=90, settle=SILENT)
+    lab.says("initializing process group", settle=SILENT)
     return Ask(str(first.pid))
 
 
@@ -371,7 +371,7 @@ def master_silent(lab: Lab) -> Ask:
         "LOCAL_RANK": "0",
     }
     child = lab.run("ranks", "even", env=env)
-    lab.says("initializing process group", limit=90, settle=SILENT)
+    lab.says("initializing process group", settle=SILENT)
     return Ask(str(child.pid))
 
 

@@ -106,6 +106,7 @@ def disk_cold(look: Look) -> Case | None:
     case.no(
         tiny, 3, f"the files are small ({size(mean or 0)} on average): requests are the limit, not bytes", "datasets"
     )
+    case.no(_thrown_out(f), 2.5, "those bytes were in memory before: the cgroup's limit threw them out", "cgroup")
     case.no(cold is not None and cold < 0.2, 3, "nearly all bytes come from memory", "/proc/PID/io")
     cpu = _reader_cpu(f)
     case.no(cpu > 0.8 and not waits, 2, "the readers are busy on the CPU", "stat")
@@ -289,6 +290,14 @@ def _reader_cpu(f: Facts) -> float:
     cpus = [max(p.cpu, p.critical.ready) for p in f.live_workers if p.cpu is not None]
     cpus = cpus or [t.ready for _, t in readers(f) if t.cpu is not None]
     return sum(cpus) / len(cpus) if cpus else 0.0
+
+
+def _thrown_out(f: Facts) -> bool:
+    """The job's cgroup is at its memory limit and reads again what it had."""
+    key, group = f.cgroup_of(f.main) if f.main else (None, {})
+    mem = group.get("memory") or {}
+    full = mem.get("max") and mem.get("current") and mem["current"] > 0.95 * mem["max"]
+    return bool(full) and (f.cgroup_rate(key, "refault_file") or 0) > 500
 
 
 def _throttled(f: Facts) -> float:
