@@ -3358,7 +3358,8 @@ class Session(object):
             if job.kinds.get(pid) == "reader":
                 continue
             for n, held in sorted((first.get(pid) or {"fds": {}})["fds"].items(), key=lambda x: int(x[0])):
-                if held["kind"] == "file" and written(held) and int(n) > 2 and LOG_NAME.search(os.path.basename(held["path"])):
+                is_output = held["kind"] == "file" and written(held) and int(n) > 2
+                if is_output and LOG_NAME.search(os.path.basename(held["path"])):
                     add(held["path"], "open", pid, int(n), "file", deleted=bool(held.get("deleted")),
                         append=bool(held.get("append")), mnt=held.get("mnt"))
         for path in self.extra_logs:
