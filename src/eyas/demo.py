@@ -157,8 +157,8 @@ def train_and_ask(config: TrainConfig, say: Say) -> dict[str, Any]:
         while run.step < run.total // 2:
             if over.wait(0.2):
                 return
-        command = [sys.executable, "-m", "eyas", "why", str(os.getpid()), "--json"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        command = [sys.executable, "-m", "eyas", "why", str(os.getpid()), "--json", "--timeout", "30"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
         try:
             answer = json.loads(found.stdout)
         except ValueError:

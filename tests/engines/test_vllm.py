@@ -188,7 +188,9 @@ def decoded(verifier: Any, drafter_dir: Path, prompts: list[list[int]]) -> dict[
 def test_vllm_loads_the_export_as_it_is(drafted: Served, drafter_dir: Path) -> None:
     assert "Eagle3" in json.loads((drafter_dir / "config.json").read_text())["architectures"][0]
     assert drafted.drafts > 0, "the engine never asked the drafter"
-    complaints = [line for line in drafted.log.splitlines() if WEIGHT_COMPLAINT.search(line)]
+    # The line that prints the engine's whole configuration has every word in it.
+    lines = [line for line in drafted.log.splitlines() if " with config: " not in line]
+    complaints = [line for line in lines if WEIGHT_COMPLAINT.search(line)]
     assert not complaints, complaints
 
 
