@@ -143,8 +143,9 @@ def test_progress_says_samples_tokens_pace_and_time_left(verifier: Verifier, pre
     summary = capture(verifier, prepared, tmp_path / "s", dtype="fp32", say=said.append)
     tokens = f"{summary['tokens']:,}"
     assert any(line == f"capture 0/30 samples · 0/{tokens} tokens" for line in said)
-    assert said[-1].startswith(f"capture 30/30 samples · {tokens}/{tokens} tokens · ")
-    assert said[-1].endswith(" tokens/s · 0 s left")
+    assert said[-2].startswith(f"capture 30/30 samples · {tokens}/{tokens} tokens · ")
+    assert said[-2].endswith(" tokens/s · 0 s left")
+    assert said[-1].endswith("the head agrees with the verifier on 100.0% of checked positions")
 
 
 def refused(verifier: Verifier, prepared: Path, output: Path, message: str, **settings: Any) -> None:
