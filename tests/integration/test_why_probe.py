@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 import subprocess
@@ -365,3 +366,13 @@ def test_ps_puts_the_stopped_trainer_before_the_busy_one(tmp_path: Path) -> None
     row = listing["rows"][order.index(stopped.pid)]
     assert (row["state"], "stopped" in row["why"]) == ("T", True)
     assert str(stopped.pid) in render_ps(listing, 200)
+
+
+def test_a_run_that_asks_about_itself_is_seen() -> None:
+    code = (
+        "import json, os, subprocess, sys\n"
+        "command = [sys.executable, '-m', 'eyas.why', str(os.getpid()), '--json', '--timeout', '30']\n"
+        "print(subprocess.run(command, capture_output=True, text=True).stdout)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=True)
+    assert json.loads(done.stdout)["chain"], "the asker's own ancestor is the target, not part of the asking"

@@ -1224,6 +1224,8 @@ class Job(object):
 
     def _find_main(self, target: int) -> None:
         table = self.table
+        if target in table.me:  # a run that asks about itself: only what is below it is the asker
+            table.me = table.me.intersection(table.descendants(target))
         table.read_commands([target] + table.ancestors(target) + table.descendants(target)[:2000], self.until)
         pid = target
         if table.launcher(pid) or (table.wrapper(pid) and not table.python(pid)):
