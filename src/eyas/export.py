@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.device import parse_dtype
-from eyas.drafter.checkpoint import load_checkpoint, save_checkpoint
+from eyas.drafter.checkpoint import checkpoint_layers, load_checkpoint, save_checkpoint
 from eyas.errors import EyasError
 from eyas.evaluate.run import check_verifier, find_checkpoint, slashed
 from eyas.files import write_whole
@@ -40,8 +40,7 @@ def export(
     verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
     check_verifier(folder, verifier)
     drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding() if with_embedding else None)
-    told = json.loads((folder / "config.json").read_text()).get("eagle_aux_hidden_state_layer_ids")
-    layers = tuple(told or verifier.config.capture_layers())
+    layers = checkpoint_layers(folder, verifier.config)
     save_checkpoint(
         output_dir,
         drafter,

@@ -184,6 +184,12 @@ def load_checkpoint(
     return drafter, _vocab(d2t, t2d, config, folder)
 
 
+def checkpoint_layers(folder: Path, verifier: VerifierConfig) -> tuple[int, ...]:
+    """HF indices of the states that the checkpoint in `folder` reads: those it names, or the usual ones."""
+    told = json.loads((folder / CONFIG).read_text()).get("eagle_aux_hidden_state_layer_ids")
+    return tuple(told or verifier.capture_layers())
+
+
 def _drafter_config(c: dict[str, Any], verifier: VerifierConfig, folder: Path) -> DrafterConfig:
     rope = c.get("rope_parameters") or {}
     scaling = c.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
@@ -210,12 +216,11 @@ def _drafter_config(c: dict[str, Any], verifier: VerifierConfig, folder: Path) -
         raise EyasError(
             f"{folder}: norm_before_residual true is another function, which SGLang and eyas do not compute"
         )
-    for name in ("vocab_size",):
-        if getattr(config, name) != getattr(verifier, name):
-            raise EyasError(
-                f"{folder} is a drafter for a {name} of {getattr(config, name):,}, "
-                f"{verifier.name} has {getattr(verifier, name):,}"
-            )
+    if config.vocab_size != verifier.vocab_size:
+        raise EyasError(
+            f"{folder} is a drafter for a vocab_size of {config.vocab_size:,}, "
+            f"{verifier.name} has {verifier.vocab_size:,}"
+        )
     if config.target_hidden_size != verifier.hidden_size:
         raise EyasError(
             f"{folder} reads states of size {config.target_hidden_size:,}, {verifier.name} has {verifier.hidden_size:,}"

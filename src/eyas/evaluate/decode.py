@@ -78,7 +78,7 @@ class EagleDraft:
 
     def read(self, tokens: Tensor, states: Tensor, position: Tensor, valid: Tensor) -> None:
         """See Draft."""
-        out = self._layer(tokens, self.drafter.fc(states.to(self.dtype)), position, valid, keep=True)
+        out = self._layer(tokens, self.drafter.fc(states.to(self.dtype)), position, valid)
         last = (torch.arange(valid.shape[1], device=valid.device) * valid).argmax(1)  # last valid pair of each row
         rows = torch.arange(len(last), device=valid.device)
         self.hidden, self.position = out[rows, last], position[rows, last]
@@ -92,15 +92,13 @@ class EagleDraft:
             if step:
                 position = position + 1
                 everywhere = torch.ones_like(position, dtype=torch.bool)[:, None]
-                hidden = self._layer(drafts[-1][:, None], hidden[:, None], position[:, None], everywhere, keep=True)[
-                    :, 0
-                ]
+                hidden = self._layer(drafts[-1][:, None], hidden[:, None], position[:, None], everywhere)[:, 0]
             logits = self.drafter.lm_head(self.drafter.norm(hidden))
             drafts.append(self.targets[logits.argmax(-1)])
         self.keys, self.values, self.valid = kept
         return torch.stack(drafts, dim=1)
 
-    def _layer(self, tokens: Tensor, hidden: Tensor, position: Tensor, valid: Tensor, keep: bool) -> Tensor:
+    def _layer(self, tokens: Tensor, hidden: Tensor, position: Tensor, valid: Tensor) -> Tensor:
         """One pass over [B, q] new positions against the cache and themselves: [B, q, H]."""
         B, q = tokens.shape
         d, layer, attention = self.drafter, self.drafter.midlayer, self.drafter.midlayer.self_attn
@@ -115,8 +113,7 @@ class EagleDraft:
             past = self.keys.shape[1]
             key, value = torch.cat([self.keys, key], 1), torch.cat([self.values, value], 1)
             valid = torch.cat([self.valid, valid], 1)
-        if keep:
-            self.keys, self.values, self.valid = key, value, valid
+        self.keys, self.values, self.valid = key, value, valid
         order = torch.arange(past + q, device=tokens.device)
         seen = (order <= past + torch.arange(q, device=tokens.device)[:, None]) & valid[:, None]  # [B, q, past + q]
         # A padded query sees nothing; let it see itself, so that no row is 0/0. Nobody reads its output.

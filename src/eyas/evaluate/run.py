@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from eyas.device import compute_dtype, pick_device
-from eyas.drafter.checkpoint import load_checkpoint
+from eyas.drafter.checkpoint import checkpoint_layers, load_checkpoint
 from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
 from eyas.evaluate.decode import Decoded, EagleDraft, decode, near_tie
@@ -102,8 +102,7 @@ def evaluate_checkpoint(
     source = open_source(Path(data_dir), verifier.config, verifier.fingerprint, say)
     drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding())
     layers = aux_layers(source, verifier)
-    told = json.loads((folder / "config.json").read_text()).get("eagle_aux_hidden_state_layer_ids")
-    if layers != tuple(told or verifier.config.capture_layers()):
+    if layers != checkpoint_layers(folder, verifier.config):
         raise EyasError(f"{folder} reads other layers than {list(layers)}, which {data_dir} holds: name its own data")
     drafter.to(device).eval()
     _, val, _ = split_source(source, max_seq_len, val_ratio)

@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +201,10 @@ class Run:
             counts.append(len(hidden))
         return total, correct, counts
 
-    @property
+    @cached_property
     def draft_head(self) -> Tensor:
         """The verifier's lm_head rows of the draft vocabulary, [Vd, Ht]."""
-        if not hasattr(self, "_draft_head"):
-            self._draft_head = self.head.draft_head()
-        return self._draft_head
+        return self.head.draft_head()
 
     def _line(self, where: str, epoch: int, m: dict[str, Any], meter: Meter, left: float) -> str:
         accuracy = "/".join(f"{a:.3f}" for a in m["accuracy"])
