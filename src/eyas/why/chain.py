@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 from eyas.why.facts import Facts
+from eyas.why.locks import Awaited, awaited, in_the_way, naps
 from eyas.why.procs import Proc, Thread
 from eyas.why.ranks import Split, doing
 from eyas.why.storage import mount_of
@@ -88,19 +89,24 @@ def _follow(f: Facts, proc: Proc, thread: Thread, seen: set[int], depth: int) ->
     wait = thread.wait
     if depth > 4:
         return []
+    lock = awaited(f, proc)
+    if lock is not None and (wait.family in ("run", "lock") or thread is proc.main):
+        return _to_lock(f, lock, seen, depth)
     if wait.family == "run":
         return _from_running(f, proc)
     if wait.family in ("pipe-read", "pipe-write", "poll", "epoll", "futex", "hidden", "sleep", "event"):
         via_pipe = _over_pipe(f, proc, wait, seen, depth)
         if via_pipe:
             return via_pipe
-        if wait.family != "pipe-write":
-            return _to_workers(f, proc, seen, depth) or _inside(f, proc, wait)
-        return []
+        if wait.family == "pipe-write":
+            return []
+        beyond = _to_workers(f, proc, seen, depth) or _inside(f, proc, wait)
+        obstacle = in_the_way(f, proc) if not beyond and naps(proc) else None
+        return _to_lock(f, obstacle, seen, depth) if obstacle else beyond
     if wait.family == "child":
         return _to_child(f, proc, wait, seen, depth)
     if wait.family == "lock":
-        return _to_holder(f, proc, wait)
+        return [_link("lock", f"a file lock on {wait.path or 'a file'}; the holder was not seen", raw=wait.raw)]
     if wait.family in ("socket", "connect", "accept"):
         return _to_peer(f, proc, wait)
     if is_storage(wait.family):
@@ -251,20 +257,24 @@ def _to_child(f: Facts, proc: Proc, wait: Wait, seen: set[int], depth: int) -> l
     ]
 
 
-def _to_holder(f: Facts, proc: Proc, wait: Wait) -> list[Link]:
-    for lock in f.snap.get("locks") or []:
-        if proc.pid in (lock.get("waiters") or []):
-            holder, comm = lock.get("holder"), lock.get("holder_comm") or "?"
-            path = lock.get("path") or wait.path or "a file"
-            return [
-                _link(
-                    "lock",
-                    f"{lock.get('type', 'a')} lock on {path}, held by PID {holder} ({comm})",
-                    pid=holder,
-                    source="/proc/locks",
-                )
-            ]
-    return [_link("lock", f"a file lock on {wait.path or 'a file'}; the holder was not seen", raw=wait.raw)]
+def _to_lock(f: Facts, lock: Awaited, seen: set[int], depth: int) -> list[Link]:
+    holder = lock.holder
+    link = _link(
+        "lock",
+        f"lock {lock.path or 'on a file that was not seen'}, {lock.words}",
+        pid=holder.pid if holder else None,
+        raw=holder.lock or holder.cmd[:120] or None if holder else None,
+        source={"blocked": "/proc/locks", "polled": "inotify, fdinfo", "exists": "stat, fd"}[lock.how],
+    )
+    next_one = f.procs.get(holder.pid) if holder is not None and holder.member else None
+    if next_one is None or next_one.pid in seen:
+        return [link]
+    seen.add(next_one.pid)
+    return [
+        link,
+        _thread_link(next_one, next_one.critical, "main thread of"),
+        *_follow(f, next_one, next_one.critical, seen, depth + 1),
+    ]
 
 
 def _to_peer(f: Facts, proc: Proc, wait: Wait) -> list[Link]:

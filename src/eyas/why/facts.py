@@ -267,6 +267,17 @@ class Facts:
         return [d for d in self.snap.get("died") or [] if d.get("kind") in ("fork", "spawned", "rank", "main")]
 
 
+def span_words(seconds: float | None) -> str:
+    """A duration for people."""
+    if seconds is None:
+        return "an unknown time"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
+
+
 def tidy(value: Any) -> Any:
     """A copy without nulls: in a snapshot, null and absent mean the same, "not seen"."""
     if isinstance(value, Mapping):

@@ -2000,6 +2000,207 @@ def parse_locks(blob: str) -> "list[dict]":
     return list(found.values())
 
 
+def is_hex_dev(major: str, minor: str, dev: str) -> bool:
+    """Whether the device of a line in /proc/locks (hexadecimal) is this one of mountinfo (decimal)."""
+    try:
+        return "%d:%d" % (int(major, 16), int(minor, 16)) == dev
+    except ValueError:
+        return False
+
+
+LOCK_NAME = re.compile(r"(\.lock|\.lck|/lock)$")
+NAPS = re.compile(r"nanosleep|hrtimer")
+SELECTS = re.compile(r"poll_schedule|do_select")
+LOCK_WAITS = re.compile(r"locks_lock|flock_lock|posix_lock|fcntl_setlk")
+
+
+def may_nap(pid: int, look: dict) -> bool:
+    """Whether a process may be one that tries a lock, sleeps a little and tries again, or waits in flock or fcntl."""
+    main = look["threads"].get(str(pid)) or {}
+    site, call = main.get("wchan") or "", (main.get("syscall") or {}).get("name")
+    return bool(main.get("state") == "R" or NAPS.search(site)  # time.sleep was a select before Python 3.11
+                or (SELECTS.search(site) and call in (None, "select", "pselect6"))
+                or any(LOCK_WAITS.search(t.get("wchan") or "") for t in look["threads"].values()))
+
+
+def lock_of(pid: int, fd: str) -> "str | None":
+    """The lock that a descriptor holds, by its `lock:` line: "FLOCK WRITE"."""
+    try:
+        for line in slurp("/proc/%d/fdinfo/%s" % (pid, fd), 4096).decode("utf-8", "replace").splitlines():
+            if line.startswith("lock:"):
+                f = line.split()
+                return "%s %s" % (f[2], f[4]) if len(f) > 4 else "lock"
+    except OSError:
+        pass
+    return None
+
+
+def lock_owner(path: str, size: int) -> "dict | None":
+    """Who made a lock file, where it says so itself: a number, then perhaps a host name, each on its line."""
+    if not 0 < size <= 256:
+        return None
+    lines = slurp(path, 256).decode("utf-8", "replace").split("\n")
+    if not re.match(r"\s*\d{1,7}\s*$", lines[0]):
+        return None
+    pid, host = int(lines[0]), lines[1].strip() if len(lines) > 1 else ""
+    here = not host or host == os.uname().nodename
+    return {"pid": pid, "host": host or None, "alive": os.path.exists("/proc/%d" % pid) if here else None}
+
+
+class LockHunt(object):
+    """Which lock file do these processes wait for, and who has it? For locks that are tried again and again with naps
+    between: such a file is closed while its waiter sleeps, so no look at descriptors shows it.
+
+    Candidates are the files that others hold locked, and lock files in the places given. inotify tells when one of them
+    is opened; a process that wakes just when it is opened, every time, is the one that opens it.
+    """
+
+    def __init__(self, looks: dict, order: "list[int]", seeds: "list[str]", reach: Reach):
+        self.looks, self.nappers, self.reach = looks, order[:8], reach
+        self.found = {}  # type: dict
+        for path in seeds:
+            self.found[path] = {"seed": True}
+
+    def idle(self) -> bool:
+        """Leave out those that use a CPU; whether nobody is left."""
+        for pid in self.nappers:
+            times, look = schedstat("/proc/%d/task/%d/schedstat" % (pid, pid)), self.looks[pid]
+            before = (look["threads"].get(str(pid)) or {}).get("run_s")
+            if times is None or (before is not None and times[0] - before > 0.4 * (time.monotonic() - look["t"])):
+                self.nappers = [p for p in self.nappers if p != pid]
+        return not self.nappers
+
+    def do(self, item: tuple) -> "list[dict] | None":
+        what, argument = item
+        if what == "held" and self.idle():
+            self.nappers = []
+        if not self.nappers:
+            return None
+        if what == "held":
+            self._held()
+        elif what == "dir":
+            with os.scandir(self.reach(argument)) as entries:
+                for count, entry in enumerate(entries):
+                    if count > 3000:
+                        break
+                    if LOCK_NAME.search(entry.path):
+                        self.found.setdefault(os.path.join(argument, entry.name), {})
+        elif what == "cache":
+            for name in survey_cache(self.reach(argument))["locks"]:
+                self.found.setdefault(os.path.join(argument, name), {})
+        elif what == "watch":
+            return self._watch(argument)
+        elif what == "openers":
+            return self._openers(argument)
+        return None
+
+    def _held(self) -> None:
+        holders = {lock["holder"] for lock in parse_locks(text("/proc/locks", 1 << 20) or "")}
+        asked = 0
+        for pid in sorted(p for p in holders if p > 0)[:96]:
+            base = "/proc/%d/fd/" % pid
+            try:
+                names = os.listdir(base)[:1500]
+            except OSError:
+                continue
+            for name in names:
+                path = readlink(base + name) or ""
+                if path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/sys/")) and asked < 4000:
+                    asked += 1
+                    if not is_library(path) and lock_of(pid, name):
+                        self.found.setdefault(path, {})["held"] = True
+
+    def _watch(self, seconds: float) -> "list[dict]":
+        order = sorted(self.found, key=lambda p: (not self.found[p].get("seed"), not self.found[p].get("held"),
+                                                  not LOCK_NAME.search(p), p))
+        watch = libc().inotify_init1(0o2000000 | 0o4000)  # IN_CLOEXEC | IN_NONBLOCK
+        marks, seen = {}, []  # type: dict, list
+        for path in order[:64]:
+            entry = self.found[path]
+            try:
+                info = os.stat(self.reach(path))
+                if not stat_mod.S_ISREG(info.st_mode):
+                    continue
+                entry.update(path=path, size=info.st_size, age_s=round(time.time() - info.st_mtime, 1),
+                             dev=info.st_dev, ino=info.st_ino, opens=0, matched={}, owner=None)
+                entry["owner"] = lock_owner(self.reach(path), info.st_size)
+            except OSError:
+                if "path" not in entry:
+                    continue
+            seen.append(entry)
+            mark = libc().inotify_add_watch(watch, os.fsencode(self.reach(path)), 0x20) if watch >= 0 else -1  # IN_OPEN
+            if mark >= 0:
+                marks[mark] = entry
+        wakes, last = dict.fromkeys(self.nappers, 0), {p: self._slices(p) for p in self.nappers}
+        began, turns, busy = time.monotonic(), 0, 0
+        poller = select.poll()
+        if watch >= 0:
+            poller.register(watch, select.POLLIN)
+        while marks and time.monotonic() - began < seconds:
+            poller.poll(4)
+            opened = set()
+            try:
+                blob = os.read(watch, 65536)
+            except OSError:
+                blob = b""
+            at = 0
+            while at + 16 <= len(blob):
+                mark, _mask, _cookie, length = struct.unpack_from("<iIII", blob, at)
+                at += 16 + length
+                if mark in marks:
+                    marks[mark]["opens"] += 1
+                    opened.add(mark)
+            turns, busy = turns + 1, busy + bool(opened)
+            for pid in self.nappers:
+                now = self._slices(pid)
+                woke, last[pid] = now - last[pid], now
+                wakes[pid] += woke
+                for mark in opened if woke else ():
+                    marks[mark]["matched"][pid] = marks[mark]["matched"].get(pid, 0) + woke
+        if watch >= 0:
+            os.close(watch)
+        span = round(time.monotonic() - began, 3)
+        for entry in seen:
+            entry.update(watch_s=span, busy=round(busy / float(turns or 1), 3), wakes=wakes)
+        return [dict(entry) for entry in seen]
+
+    @staticmethod
+    def _slices(pid: int) -> int:
+        times = schedstat("/proc/%d/task/%d/schedstat" % (pid, pid))
+        return times[2] if times else 0
+
+    def _openers(self, budget: float) -> "list[dict]":
+        """Processes that have a candidate open, whatever they call it; the last answer counts those not looked into."""
+        wanted = {path: entry for path, entry in self.found.items() if "ino" in entry}
+        names = {os.path.basename(path) for path in wanted}
+        found, denied, until = [], 0, time.monotonic() + budget
+        for pid in pids_now():
+            if time.monotonic() > until:
+                denied += 1
+                continue
+            base = "/proc/%d/fd/" % pid
+            try:
+                fds = os.listdir(base)[:3000]
+            except OSError as error:
+                denied += error.errno in (errno.EACCES, errno.EPERM)
+                continue
+            for fd in fds:
+                link = readlink(base + fd) or ""
+                if not link.startswith("/") or os.path.basename(link) not in names:
+                    continue
+                path = link if link in wanted else None  # type: str | None
+                if path is None:  # the same file under another name: another mount namespace, or a second mount
+                    try:
+                        info = os.stat(base + fd)
+                    except OSError:
+                        continue
+                    path = next((p for p, e in wanted.items() if (e["dev"], e["ino"]) == (info.st_dev, info.st_ino)),
+                                None)
+                if path is not None:
+                    found.append({"path": path, "pid": pid, "fd": int(fd), "lock": lock_of(pid, fd)})
+        return found[:64] + [{"denied": denied}]
+
+
 # -------------------------------------------------------------------------------------------------------------- cgroups
 
 
@@ -3483,7 +3684,85 @@ class Session(object):
             ("unix sockets", lambda p: unix_peers(p, socket_inodes), main, {"pid": main}),
             ("locks", lambda _i: parse_locks(text("/proc/locks", 1 << 20) or ""), 0),
             ("NCCL dumps", nccl_dumps, patterns, {"path": patterns[0]}), ("NCCL RAS", ask_ras, 28028)], each=1.3)
+        self._hunt_locks(fact, first, caches, [p for p in [cwd, self.target["run_dir"]] if p])
         return fact
+
+    def _hunt_locks(self, fact: dict, first: dict, caches: list, places: "list[str]") -> None:
+        """Look for the lock that a member waits for, when one naps or waits for a lock."""
+        job = self.job
+        nappers = [p for p, look in first.items() if job.kinds.get(p) in ("main", "rank", "fork", "spawned", "other")
+                   and may_nap(p, look)]
+        if not nappers:
+            return
+        nappers.sort(key=lambda p: (p != job.main, job.kinds[p] != "rank", p))
+        held = [h["path"] for look in first.values() for h in look["fds"].values() if h["kind"] == "file"
+                and LOCK_NAME.search(h["path"])]
+        blocked = [t["syscall"]["path"] for look in first.values() for t in look["threads"].values()
+                   if re.search("lock", t.get("wchan") or "") and (t.get("syscall") or {}).get("kind") == "file"]
+        places += sorted({os.path.dirname(p) for p in list(fact["data"])[:50] if p.startswith("/")})[:4]
+        places = [p for i, p in enumerate(places) if p not in places[:i] and p not in ("/", "/tmp", "/dev/shm")]
+        items = [("held", None)] + [("dir", p) for p in places[:6]] \
+            + [("cache", p) for n, p in caches if n in ("torch_extensions", "hf_hub", "hf_datasets")] \
+            + [("watch", min(1.0, max(0.3, self.times[-1] - 1.0))), ("openers", 0.6)]  # type: list
+        hunt = LockHunt(first, nappers, (blocked + held)[:24], self.reach)
+        fact["hunt"] = Courier("lock files", items, hunt.do, each=1.8,
+                               blame=lambda i: {"path": i[1] if i[0] in ("dir", "cache") else None},
+                               skip=lambda i: i[0] in ("dir", "cache") and self.reach.blocked(i[1]))
+
+    def _take_locks(self, snapshot: dict, fact: dict, first: dict) -> None:
+        """Locks that touch a member, and the lock files that may be waited for, with whoever has them."""
+        table, members = self.table, set(self.job.members)
+        inos = {}  # type: dict
+        for look in first.values():
+            for held in look["fds"].values():
+                if held.get("ino"):
+                    mount = self.mounts.get(held.get("mnt")) or {}
+                    inos.setdefault(held["ino"], (held["path"], mount.get("dev")))
+        known = fact["links"].get("locks") or []
+        table.read_commands(sorted({lock["holder"] for lock in known if members.intersection(lock["waiters"])
+                                    and lock["holder"] in table.rows}), time.monotonic() + 0.3)
+        for lock in known:
+            path, dev = inos.get(lock["ino"], (None, None))
+            major, _, minor = lock["dev"].partition(":")
+            if path and dev and not is_hex_dev(major, minor, dev):
+                path = None
+            if lock["holder"] in members or members.intersection(lock["waiters"]) or path:
+                row = table.rows.get(lock["holder"])
+                lock.update(path=path, holder_comm=row["comm"] if row else None,
+                            holder_cmd=table.line(lock["holder"]) if row else None)
+                snapshot["locks"].append(lock)
+        files = {}  # type: dict
+        for pid, look in first.items():
+            for held in look["fds"].values():
+                if held["kind"] == "file" and LOCK_NAME.search(held["path"]) and len(files) < 40:
+                    files[held["path"]] = {"path": held["path"], "pid": pid, "age_s": None, "open": True}
+        hunt = fact.get("hunt")
+        answers = {item[0]: hunt.out.get(i) for i, item in enumerate(hunt.items)} if hunt is not None else {}
+        openers = answers.get("openers")
+        for seen in answers.get("watch") or []:
+            entry = files.setdefault(seen["path"], {"path": seen["path"], "pid": None, "open": False})
+            entry.update({k: seen[k] for k in ("size", "age_s", "owner", "opens", "watch_s", "busy")})
+            entry["polls"] = [{"pid": p, "wakes": n, "matched": seen["matched"].get(p, 0)}
+                              for p, n in seen["wakes"].items()]
+            entry["searched"], entry["unsearched"], entry["holders"] = openers is not None, None, []
+            for opener in openers or []:
+                if "denied" in opener:
+                    entry["unsearched"] = opener["denied"]
+                elif opener["path"] == seen["path"]:
+                    row = table.rows.get(opener["pid"]) or stat_of(opener["pid"]) or {}
+                    entry["holders"].append({"pid": opener["pid"], "fd": opener["fd"], "lock": opener["lock"],
+                                             "comm": row.get("comm"), "cmd": None, "member": opener["pid"] in members,
+                                             "age_s": round(self.meta["uptime_s"] - row["starttime"], 1)
+                                             if row else None})
+        wanted = [f for f in files.values() if f["open"] or f.get("opens") or LOCK_NAME.search(f["path"])]
+        wanted.sort(key=lambda f: (-f.get("opens", 0), not f["open"], f["path"]))
+        snapshot["lockfiles"] = wanted[:40]
+        others = sorted({h["pid"] for f in snapshot["lockfiles"] for h in f.get("holders") or []
+                         if h["pid"] in table.rows})
+        table.read_commands(others, time.monotonic() + 0.3)
+        for entry in snapshot["lockfiles"]:
+            for holder in entry.get("holders") or []:
+                holder["cmd"] = table.line(holder["pid"]) or None
 
     def _fd_path(self, path: str, entry: dict) -> str:
         for pid, fd in entry["fds"].items():
@@ -3644,24 +3923,8 @@ class Session(object):
                                    ends.get((entry["peer"], entry["pport"], entry["local"], entry["lport"])))
                 entry["peer_pid"] = other[0] if other else None
                 snapshot["sockets"].append(entry)
-        # locks
-        inos = {}  # type: dict
-        for look in first.values():
-            for held in look["fds"].values():
-                if held.get("ino"):
-                    inos.setdefault(held["ino"], held["path"])
         members = set(job.members)
-        for lock in fact["links"].get("locks") or []:
-            if lock["holder"] in members or members.intersection(lock["waiters"]) or lock["ino"] in inos:
-                row = table.rows.get(lock["holder"])
-                lock.update(path=inos.get(lock["ino"]), holder_comm=row["comm"] if row else None,
-                            holder_cmd=table.line(lock["holder"]) if row else None)
-                snapshot["locks"].append(lock)
-        for pid, look in first.items():
-            for held in look["fds"].values():
-                if held["kind"] == "file" and re.search(r"(\.lock|/lock)$",
-                                                        held["path"]) and len(snapshot["lockfiles"]) < 40:
-                    snapshot["lockfiles"].append({"path": held["path"], "pid": pid, "age_s": None, "open": True})
+        self._take_locks(snapshot, fact, first)
         # pipes and edges
         pipes = {}  # type: dict
         for pid, look in first.items():

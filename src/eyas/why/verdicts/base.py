@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyas.why.facts import TRICKLE, WAITING, Facts
+from eyas.why.facts import span_words as span_words
 from eyas.why.procs import Proc, Thread
 from eyas.why.ranks import Split
 from eyas.why.waits import is_storage
@@ -64,17 +65,6 @@ class Look:
 
 
 Rule = Callable[[Look], Case | None]
-
-
-def span_words(seconds: float | None) -> str:
-    """A duration for people."""
-    if seconds is None:
-        return "an unknown time"
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
 
 
 def stuck(look: Look, verdict: str) -> Case:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from eyas.why.facts import Facts
+from eyas.why.locks import Awaited, awaited, in_the_way, naps
 from eyas.why.procs import Thread
 from eyas.why.verdicts.base import (
     Case,
@@ -19,6 +20,7 @@ from eyas.why.verdicts.base import (
     job_threads,
     log_line,
     phase,
+    span_words,
     stuck,
     trainers_wait,
 )
@@ -136,43 +138,67 @@ def stdout_pipe(look: Look) -> Case | None:
 def lock_file(look: Look) -> Case | None:
     f = look.f
     blocked = [(p, t) for p, t in job_threads(f) if t.share("lock") >= 0.6]
-    ours = {p.pid for p in f.trainers + f.live_workers}
+    waiters = f.trainers + f.live_workers
+    ours = {p.pid for p in waiters}
     held = {lock.get("path") for lock in f.snap.get("locks") or [] if lock.get("holder") in ours}
-    open_locks = [x for x in f.snap.get("lockfiles") or [] if x.get("pid") in ours and x.get("path") not in held]
-    lists = [c for c in f.snap.get("caches") or [] if c.get("locks") and c.get("name") == "torch_extensions"]
-    napping = [
-        p
-        for p in f.trainers
-        if p.main.share("sleep") >= 0.6 and (p.main.wakeups is None or p.main.wakeups >= 0.3) and (p.cpu or 0) < 0.3
-    ]
-    waited = next((lk for lk in f.snap.get("locks") or [] if set(lk.get("waiters") or []) & f.members), None)
-    if not f.alive or not (blocked or waited or (napping and (open_locks or lists))):
+    open_locks = [x for x in f.snap.get("lockfiles") or [] if x.get("open") and x.get("pid") in ours]
+    open_locks = [x for x in open_locks if x.get("path") not in held]
+    napping = [p for p in f.trainers if naps(p)]
+    found = next((a for p in waiters if (a := awaited(f, p)) is not None), None)
+    found = found or next((a for p in napping if (a := in_the_way(f, p)) is not None), None)
+    if not f.alive or not (blocked or found or (napping and open_locks)):
         return None
     case = stuck(look, "stuck.lock-file")
     case.yes(blocked, 5, "a thread waits for a file lock", "wchan", blocked[0][1].wait.raw if blocked else None)
-    path = (
-        (waited or {}).get("path")
-        or (open_locks[0].get("path") if open_locks else None)
-        or (blocked[0][1].wait.path if blocked else None)
-    )
-    if path is None and lists:
-        path = f"{lists[0].get('path')}/{lists[0]['locks'][0]}"
-    holder = (waited or {}).get("holder")
-    case.yes(waited, 2, f"PID {holder} ({(waited or {}).get('holder_comm')}) holds it", "/proc/locks", path)
+    path = found.path if found else None
+    path = path or (open_locks[0].get("path") if open_locks else None) or (blocked[0][1].wait.path if blocked else None)
+    if found is not None:
+        _evidence(case, f, found)
     case.yes(
-        napping and (open_locks or lists),
+        napping and open_locks and not found,
         4,
-        f"it looks at a lock file again and again with naps between: {path}",
+        f"it naps again and again with a lock file open: {path}",
         "syscall, fd",
     )
     beat = napping[0].main.wakeups if napping else None
     case.yes(napping and beat and beat > 2, 1, f"it wakes {beat or 0:.0f} times a second", "schedstat")
     compiling = phase(f, "compiling") or next((x for x in frames(f) if "file_baton" in x or "filelock" in x), None)
     case.yes(compiling, 1, "its last words or its stack speak of waiting for a lock", "log, py-spy", compiling)
-    case.values.update(path=path, holder=holder)
-    case.who = f"PID {holder} ({(waited or {}).get('holder_comm')})" if holder else path
-    case.pids = [holder] if holder else []
+    holder = found.holder if found else None
+    case.values.update(path=path, holder=holder.pid if holder else None)
+    case.who = holder.words if holder else path
+    if holder is None:
+        case.values["holder_words"] = "nobody any more" if found and found.forsaken else "a process that was not seen"
+    case.pids = [holder.pid] if holder else []
     return case
+
+
+def _evidence(case: Case, f: Facts, found: Awaited) -> None:
+    """What speaks for and against waiting for this lock."""
+    file, holder = found.file, found.holder
+    if found.how == "polled" and file is not None:
+        times = f"{file.rate or 0:.0f} times a second"
+        case.yes(True, 5, f"it tries {found.path} {times}, with naps between", "inotify, schedstat")
+        case.no(
+            holder is None and file.searched,
+            3,
+            "no other process holds a lock on it: the next try should succeed",
+            "fdinfo",
+        )
+    if found.how == "exists" and file is not None:
+        case.yes(True, 3, f"it naps, and {found.path} exists, whose existence is a lock", "stat, wchan")
+        case.no((file.age or 1e9) < 60, 2, f"the lock file is only {span_words(file.age)} old", "stat")
+        case.no(f.stepped, 1, "steps were made: building and downloading come before them", "log")
+    case.yes(found.forsaken, 2, f"it was {found.words}", "fd, stat")
+    case.yes(holder, 2, f"it is {found.words}", "/proc/locks, fdinfo", holder.lock if holder else None)
+    top = (f.snap.get("host") or {}).get("top") or []
+    busy = next((t for t in top if holder is not None and t.get("pid") == holder.pid), None)
+    case.no(
+        busy,
+        1,
+        f"the holder is at work ({100 * float((busy or {}).get('cpu_share') or 0):.0f} % CPU) and may let go",
+        "/proc/PID/stat",
+    )
 
 
 def worker_dead(look: Look) -> Case | None:
