@@ -288,7 +288,7 @@ RANK |= dict.fromkeys(("ultralytics", "lightning", "specforge"), RANK["tqdm"])
 # ---- anything that counts ----
 _GENERIC = re.compile(
     r"\b(global[ _-]?step|completed step|step|iteration|iter|it|update|minibatch|batch|round|epoch)s?\b"
-    r"[\s:=#\[(]{0,4}(\d[\d,]{0,14})(?![\d.]*[A-Za-z%])(?:\s?(?:/|of|out of)\s{0,6}(\d[\d,]{0,14}))?",
+    r"[\s:=#\[(\"]{0,4}(\d[\d,]{0,14})(?![\d.]*[A-Za-z%])(?:\s?(?:/|of|out of)\s{0,6}(\d[\d,]{0,14}))?",
     re.I,
 )
 _NOT_PROGRESS = re.compile(

@@ -11,6 +11,7 @@ from pathlib import Path
 from eyas.why.logs import events, tables
 from eyas.why.logs.facts import LogFacts, Phase
 from eyas.why.logs.formats import FORMATS, generic
+from eyas.why.logs.learned import counted as learned
 from eyas.why.logs.normalise import Record, Text, normalise
 from eyas.why.logs.pace import Tempo, tempo
 from eyas.why.logs.progress import GAP, Progress, choose
@@ -53,11 +54,15 @@ def read(head: bytes, tail: bytes, *, size: int, mtime: float, now: float) -> Lo
     _to_unix(text)
     records = early.records + text.records
     everything = "\n".join(r.text for r in records)
-    sightings = _sightings(_looked_at(records), everything)
+    looked_at = _looked_at(records)
+    sightings = _sightings(looked_at, everything)
     counted = {s.number for s in sightings if s.format != "generic" and not s.evaluation}
     words = [r for r in records if r.number not in counted and "%|" not in r.text]
     lower = "\n".join(r.text for r in words).lower()
     progress = choose(sightings, (r.text for r in words) if _banner_in(lower) else ())
+    if not progress.series and (more := learned(looked_at)):
+        sightings = sorted(sightings + more, key=lambda s: s.number)
+        progress = choose(sightings, (r.text for r in words) if _banner_in(lower) else ())
     found = events.find(words, lower)
     facts = _file_facts(head, tail, text, records, size=size, mtime=mtime, now=now, gap=gap)
     facts = _with_progress(facts, progress, tempo(progress.series), sightings)
