@@ -157,6 +157,8 @@ def _fields(j: Judgement, silence: Silence) -> dict[str, str]:
         "pids": " ".join(map(str, case.pids[:16])),
         "memory_words": "; its memory grows" if any("memory grows" in e.derived for e in case.support) else "",
         "unknown_why": _unknown_why(f),
+        "typist": "somebody to type",
+        "lock_words": "its main thread waits on a lock and not one thread runs",
         "stop_words": (
             " (frozen by its cgroup)"
             if case.values.get("frozen")

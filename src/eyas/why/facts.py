@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from eyas.why.gpu import GpuView, read_gpus
+from eyas.why.job import company, promoted
 from eyas.why.logs.facts import LogFacts
 from eyas.why.procs import Proc, Thread, grew, log_bytes, per_second, read_processes
 from eyas.why.storage import DataView, Mount, read_data, read_mounts
@@ -44,7 +45,7 @@ class Facts:
         self.span: float = (
             float(self.samples[-1].get("t") or 0) - float(self.samples[0].get("t") or 0) if self.samples else 0.0
         )
-        self.procs = read_processes(snap)
+        self.procs, self._spawned = promoted(snap, read_processes(snap))
         self.members = {int(p) for p in self.job.get("members") or []} | {int(p) for p in self.procs}
         self.mounts: dict[str, Mount] = read_mounts(snap)
         self.gpu: GpuView = read_gpus(snap, {int(p) for p in self.job.get("members") or []} or self.members)
@@ -63,14 +64,14 @@ class Facts:
         """The process whose main thread the run hangs on."""
         wanted = [self.job.get("main"), self.target.get("pid")]
         found = next((self.procs[int(p)] for p in wanted if p is not None and int(p) in self.procs), None)
-        if found is not None and found.kind == "launcher" and self.ranks:
+        if found is not None and (found.kind == "launcher" or self._spawned) and self.ranks:
             return self.ranks[0]
         return found
 
     @cached_property
     def ranks(self) -> list[Proc]:
         """The processes of a multi-rank job on this host, by rank; empty when it is a single process."""
-        pids = [int(r.get("pid") or 0) for r in self.job.get("ranks") or []]
+        pids = self._spawned or [int(r.get("pid") or 0) for r in self.job.get("ranks") or []]
         found = [self.procs[p] for p in pids if p in self.procs]
         return sorted(found, key=lambda p: (p.rank is None, p.rank, p.pid))
 
@@ -88,6 +89,16 @@ class Facts:
     @cached_property
     def live_workers(self) -> list[Proc]:
         return [p for p in self.workers if not p.zombie and not p.gone]
+
+    @cached_property
+    def helpers(self) -> list[Proc]:
+        """Children that are no Python workers (a converter, a shell script, git), and what feeds its standard input."""
+        return company(self.procs, self.trainers)
+
+    @cached_property
+    def feeders(self) -> list[Proc]:
+        """Processes outside the job that write into a pipe it reads as its standard input."""
+        return [p for p in self.procs.values() if p.kind == "feeder"]
 
     def workers_of(self, proc: Proc) -> list[Proc]:
         mine = [w for w in self.workers if w.ppid == proc.pid]
@@ -167,7 +178,7 @@ class Facts:
             return max(self.log.line_interval_s, 0.05)
         entry, age = self.log_entry, self.main.age if self.main is not None else None
         own = entry.get("how") in ("fd1", "fd2") and not entry.get("append")
-        if not own or age is None or self.idle is None or self.log.progress_lines < 10 or not self.log.lines_exact:
+        if not own or age is None or self.idle is None or self.log.progress_lines < 3 or not self.log.lines_exact:
             return None
         return max((age - self.idle) / self.log.progress_lines, 0.05)
 
@@ -298,7 +309,8 @@ def _signals(f: Facts) -> Any:
         yield Signal("log", moved, True, text, "log")
 
     outputs = [(o, (grew(o) or 0)) for o in f.snap.get("outputs") or []]
-    grown = [o for o, g in outputs if g > 0 and o.get("kind") != "wandb"]
+    full = [m for m in f.mounts.values() if m.full]
+    grown = [o for o, g in outputs if g > 0 and o.get("kind") != "wandb" and not _within(o, full)]
     yield Signal(
         "output",
         bool(grown) if outputs else None,
@@ -330,7 +342,7 @@ def _signals(f: Facts) -> Any:
     yield Signal(
         "writes",
         sum(writes) > TRICKLE if writes else None,
-        True,
+        not any(m.full for m in f.mounts_for("log", "output")),  # on a full file system they are tries
         f"{sum(writes) / 1e6:.2f} MB/s are written",
         "/proc/PID/io",
     )
@@ -345,6 +357,16 @@ def _signals(f: Facts) -> Any:
 
     yield _cpu_signal("worker-cpu", f.live_workers, 0.10, True)
     yield _cpu_signal("compiler-cpu", f.of_kind("compile_worker", "compiler"), 0.05, True)
+    handed = sum(w.io.get("syscw", 0.0) for w in f.live_workers)
+    taken = sum(p.io.get("syscr", 0.0) for p in f.trainers)
+    yield Signal(
+        "batches",
+        min(handed, taken) >= 0.5 if any(w.io for w in f.live_workers) else None,
+        True,
+        f"the workers hand something over {min(handed, taken):.1f} times a second",
+        "/proc/PID/io",
+    )
+    yield _cpu_signal("helper-cpu", f.helpers, 0.10, True)
     yield _cpu_signal("main-cpu", f.trainers, 0.05, False)
     switches = [t.wakeups for p in readers for t in p.threads if t.wakeups is not None]
     yield Signal(
@@ -360,14 +382,22 @@ def _signals(f: Facts) -> Any:
     yield Signal("gpu", True if working or ambiguous else working, bool(working), f.gpu.words, "nvml")
 
 
+def _within(output: Json, mounts: list[Mount]) -> bool:
+    """The file lies on one of these mounts: on a full one, what grows is the next try."""
+    path = str(output.get("path") or "")
+    return any(m.mountpoint != "/" and path.startswith(m.mountpoint.rstrip("/") + "/") for m in mounts)
+
+
 def _cpu_signal(name: str, procs: list[Proc], least: float, forward: bool) -> Signal:
     cpu = [p.cpu for p in procs if p.cpu is not None]
+    crowded = sum(p.critical.runq or 0.0 for p in procs)
     names = Counter(p.comm for p in procs).most_common(1)
     who = f"{len(procs)} x {names[0][0]}" if names else "none"
     return Signal(
         name,
-        sum(cpu) > least if cpu else None,
+        (sum(cpu) > least or (sum(cpu) > least / 5 and crowded > 2 * least)) if cpu else None,
         forward,
-        f"{who} used {100 * sum(cpu):.0f} % of a CPU",
+        f"{who} used {100 * sum(cpu):.0f} % of a CPU"
+        + (f", and waited for one {100 * crowded:.0f} % of the time" if crowded > 0.2 else ""),
         "/proc/PID/stat",
     )

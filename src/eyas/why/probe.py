@@ -2748,6 +2748,8 @@ def kernel_log(_: object = None) -> dict:
     for line in buffer.raw[:size].decode("utf-8", "replace").splitlines():
         match = re.match(r"(?:<\d+>)?\[\s*(\d+\.\d+)\]\s*(.*)", line)
         body = match.group(2) if match else line
+        if "ommand line: " in body[:24]:  # what the kernel was started with is no event
+            continue
         for kind, pattern in KERNEL_RE:
             if pattern.search(body):
                 lines.append({"age_s": round(uptime - float(match.group(1)), 1) if match else None, "text": body[:300],
@@ -3338,6 +3340,7 @@ class Session(object):
                       same_user=table.uid(pid) == os.geteuid(), kernel_thread=table.kernel(pid))
         self.job, self.readers = job, {}  # type: ignore[var-annotated]
         self._find_readers()
+        self._find_feeders()
         members = job.members
         costly = [p for p in members if job.kinds[p] in ("main", "rank", "launcher")][:12] + [p for p in members
             if job.kinds[p] in ("fork", "spawned", "other")][:3]
@@ -3395,6 +3398,29 @@ class Session(object):
             self._stacks(snapshot)
         self._end_of_target(snapshot)
 
+    def _find_feeders(self) -> None:
+        """Who writes into the pipe that the job reads as its standard input: it joins the job as a feeder, and so does
+        what feeds that."""
+        job, table = self.job, self.table
+        ask = [p for p in job.members if job.kinds[p] in ("main", "rank")][:8]
+        above = set(table.ancestors(ask[0] if ask else 0))  # who started it only holds the end
+        for _ in range(3):
+            wanted = {bracket(t) for t in (readlink("/proc/%d/fd/0" % p) or "" for p in ask) if t.startswith("pipe:")}
+            if not wanted:
+                return
+            pids = [p for p in self._neighbours(ask[0]) if p not in job.members]
+            found = pipe_peers(pids, min(self.soft, self.start + 2.0))
+            ask = sorted({pid for inode in wanted for pid, fd, reads, writes in found.get(inode, ())
+                          if writes and not reads and pid not in table.me and pid not in above})[:8]
+            table.read_commands(ask, min(self.soft, self.start + 2.0))
+            for pid in ask:
+                if len(job.members) < MAX_MEMBERS:
+                    job.members.append(pid)
+                    job.kinds[pid] = "shell" if table.wrapper(pid) else "feeder"
+            ask = [p for p in ask if job.kinds.get(p) == "feeder"]
+            if not ask:
+                return
+
     def _find_readers(self) -> None:
         """Who reads the job's output pipes: a tee joins the job, so that its files count as logs."""
         job, table = self.job, self.table
@@ -3429,7 +3455,7 @@ class Session(object):
     def _start_sampler(self, members: "list[int]", keys: dict) -> tuple:
         sampler = Sampler()
         known, times = set(self.table.rows) | {os.getpid()}, self.times
-        family = {p for p in members if self.job.kinds[p] not in ("reader",)}
+        family = {p for p in members if self.job.kinds[p] not in ("reader", "feeder")}
         items = [(i, p) for i in range(len(times)) for p in [None] + members]  # type: list
         begin = time.monotonic()
 
@@ -3558,7 +3584,7 @@ class Session(object):
                     add(held["path"], how, pid, fd, held["kind"] if held["kind"] in ("tty", "socket", "null")
                         else "file" if held["path"].startswith("/") else "other")
         for pid in job.members[:64]:
-            if job.kinds.get(pid) == "reader":
+            if job.kinds.get(pid) in ("reader", "feeder"):
                 continue
             for n, held in sorted((first.get(pid) or {"fds": {}})["fds"].items(), key=lambda x: int(x[0])):
                 is_output = held["kind"] == "file" and written(held) and int(n) > 2
@@ -3602,7 +3628,7 @@ class Session(object):
         log_paths = {e["path"] for e in logs}
         data, outs = {}, {}  # type: dict, dict
         for pid, look in first.items():
-            if job.kinds.get(pid) in ("tee", "reader"):
+            if job.kinds.get(pid) in ("tee", "reader", "feeder"):
                 continue
             for n, held in look["fds"].items():
                 if held["kind"] not in ("file", "shm") or held["path"] in log_paths or is_library(held["path"]):
@@ -3642,6 +3668,10 @@ class Session(object):
             key = mount_of(self.mounts, path) if path else None
             if key is not None and role not in used.setdefault(key, []):
                 used[key].append(role)
+        for key, mount in self.mounts.items():  # a file system mounted inside the run's own place is one it writes to
+            inside = any(mount["mountpoint"].startswith(p.rstrip("/") + "/") for p in roots)
+            if inside and "output" not in used.get(key, ()) and len(used) < 24:
+                used.setdefault(key, []).append("output")
         fact["used"] = used
         fact["statvfs"] = Courier("statvfs", sorted(used), lambda k: statvfs_of(reach(self.mounts[k]["mountpoint"])),
                                   each=0.6,

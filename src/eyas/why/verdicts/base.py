@@ -6,6 +6,7 @@ for and against it, each with a weight: 1 a hint, 2 a sign, 3 strong, 5 nearly p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,10 @@ class Look:
 
 
 Rule = Callable[[Look], Case | None]
+_FAILED = re.compile(
+    r"refused|reset|unreachable|time.?d?.?out|unavailable|failed|error|HTTP \D{0,10}(?:4\d\d|5\d\d)|no route", re.I
+)
+_AGAIN = re.compile(r"retry|retries|retrying|again|attempt|back.?off|reconnect", re.I)
 
 
 def stuck(look: Look, verdict: str) -> Case:
@@ -94,6 +99,13 @@ def stuck(look: Look, verdict: str) -> Case:
     return case
 
 
+def may_compute(f: Facts) -> bool:
+    """Numerical libraries are loaded and the silence is short: an evaluation, a metric or a large fit on the CPU makes
+    no system call and no page fault for minutes, just as an endless loop does."""
+    libs = f.main.libs if f.main is not None else set()
+    return bool(libs & {"torch", "numpy", "jax", "tensorflow"}) and (f.idle or 0.0) < 600
+
+
 def forsaken(f: Facts) -> bool:
     """The target was forked by a process that is gone, and waits for it: parent 1, the leader of its group gone, and
     its pipe held only by its like. (A run under nohup leads its own group, or has work going on.)"""
@@ -109,6 +121,13 @@ def forsaken(f: Facts) -> bool:
         return main.critical.always("futex") and main.critical.asleep
     holders = {int(e.get("pid") or 0) for end in ("readers", "writers") for e in pipe.get(end) or []} - {main.pid}
     return all(f.procs[p].ppid == 1 for p in holders if p in f.procs)
+
+
+def tries(f: Facts) -> list[str]:
+    """Lines at the log's end that say a request failed and will be made again, with no progress after them."""
+    last = ((f.log.last_progress if f.log else None) or "").strip()
+    after = f.log_tail[-6000:].rpartition(last)[2] if last else f.log_tail[-6000:]
+    return [line.strip()[:200] for line in after.splitlines() if _FAILED.search(line) and _AGAIN.search(line)]
 
 
 def gpu_unseen(f: Facts) -> bool:

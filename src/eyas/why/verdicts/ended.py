@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from eyas.why.facts import Facts
-from eyas.why.verdicts.base import Case, Look, Rule, log_kinds, log_line, span_words, trainers_wait
+from eyas.why.verdicts.base import Case, Look, Rule, log_kinds, log_line, span_words, trainers_wait, tries
 from eyas.why.verdicts.traces import exit_status, oom_signs, scheduler
 
 _UNWINDS = ("exception", "gpu-oom", "gpu-error", "interrupted", "time-limit", "preempted")
@@ -118,12 +118,19 @@ def exception(look: Look) -> Case | None:
         error.line if error else None,
     )
     case.yes(
-        code is not None and code not in (0, 137, 143) and not sig, 2, f"it exited with code {code}", "wait status"
+        code is not None and code not in (0, 137, 143) and not sig, 4.5, f"it exited with code {code}", "wait status"
     )
     case.no(code == 0, 8, "it exited with code 0", "wait status")
     case.no(sig, 4, f"it was ended by signal {sig}", "wait status")
     case.no(log and log.ended, 4, "the log says that training ended well", "log", log.ended_line if log else None)
-    case.values["error"] = error.line if error else None
+    said = log.last_line.strip() if log and log.last_line else ""
+    told = f"it exited with code {code}" + (f"; its last line is: {said}" if said else "")
+    case.values["error"] = error.line if error else told if code else None
+    case.no(f.alive and len(tries(f)) >= 2, 4, "the log says that it tries again", "log")
+    own = bool(
+        f.alive and error and error.final and error.kind == "exception" and f.main and f.main.main.always("futex")
+    )
+    case.yes(own, 2.5, "its main thread has ended and waits for threads that do not", "wchan")
     return _alive_note(case, f) if case.support else None
 
 

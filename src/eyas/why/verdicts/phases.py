@@ -167,7 +167,7 @@ def initialising(look: Look) -> Case | None:
     )
     at_work = f.data.readings or any(w.critical.ready > 0.5 for w in f.live_workers)
     case.no(
-        starved(f) and f.live_workers and at_work and not model and not line,
+        starved(f) and f.live_workers and at_work and not model and not line and f.gpu.mine,
         2.5,
         "loader workers are already at work: the first batch is being made",
         "children",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from eyas.why.facts import Facts
+from eyas.why.pipes import unread
 from eyas.why.procs import Thread, grew
-from eyas.why.verdicts.base import Case, Look, Rule, movement, phase, quiet, span_words
+from eyas.why.verdicts.base import Case, Look, Rule, may_compute, movement, phase, quiet, span_words
 from eyas.why.verdicts.phases import PHASE_RULES
 
 _BARS_ON_STDERR = {"tqdm", "hf-trainer-bar", "logging", "rich", "deepspeed", "speculators"}
@@ -15,7 +16,10 @@ def training(look: Look) -> Case | None:
     f = look.f
     if not f.alive:
         return None
-    case = quiet(look, "healthy.training")
+    early = f.stepped and f.overdue is not None and f.overdue < 1.5
+    case = quiet(look, "healthy.training", need=not early)
+    case.no(early and not movement(f), 0.5, "nothing moved between the looks", "samples")
+    case.yes(early and not movement(f), 1.5, "the next line is not due yet", "log")
     case.yes(
         f.moved("log") and not f.heartbeat and f.stepped,
         3,
@@ -66,8 +70,10 @@ def interval(look: Look) -> Case | None:
     f = look.f
     if not f.alive or f.log is None or f.fresh:
         return None
-    case = quiet(look, "quiet.interval")
     due = f.overdue
+    early = due is not None and due < 1.6
+    case = quiet(look, "quiet.interval", need=not early)
+    case.no(early and not movement(f), 0.5, "nothing moved between the looks", "samples")
     usual = span_words(f.interval)
     case.yes(
         due is not None and due < 1.6,
@@ -77,6 +83,8 @@ def interval(look: Look) -> Case | None:
     )
     case.yes(due is not None and 1.6 <= due < 3, 0.5, f"the next line is a little late (usually every {usual})", "log")
     computes = f.gpu.working or (not f.gpu.mine and f.moved("main-cpu"))
+    helper = next((p for p in f.helpers if (p.cpu or 0) > 0.05), None) if f.moved("helper-cpu") else None
+    case.yes(helper, 1.5, f"a program it started works: {helper.label if helper else ''}", "children, stat")
     case.yes(due is None and computes, 1, "no line interval is known, and it computes", "log")
     case.no(
         due is not None and due >= 3, min(3.0, 1 + (due or 0) / 6), f"the log is {due or 0:.0f} intervals late", "log"
@@ -158,6 +166,8 @@ def elsewhere(look: Look) -> Case | None:
     )
     null = all(main.stdio.get(n, {}).get("kind") == "null" for n in (1, 2)) or entry.get("kind") == "null"
     case.yes(null, 4, "its output goes to /dev/null", "fd 1")
+    lost = unread(f)
+    case.yes(lost, 4, "its standard output is a pipe, and no reader of it is left", "fd 1")
     piped = entry.get("kind") in ("tty", "socket", "pipe", "journal") and not entry.get("size")
     case.yes(piped, 2, f"its output goes to a {entry.get('kind')} that cannot be read from here", "fd 1")
     rich = (
@@ -199,7 +209,7 @@ def elsewhere(look: Look) -> Case | None:
     )
     other = log is not None and log.rank is not None and log.rank != 0
     case.yes(other, 1.5, f"this log belongs to rank {log.rank if log else ''}; others may log the steps", "log")
-    if not (gone or null or piped or rich or drawn or tracked or other):
+    if not (gone or null or lost or piped or rich or drawn or tracked or other):
         return None
     case.no(f.fresh and f.stepped and not gone, 4, "the log is fresh", "log")
     case.no(f.overdue is not None and f.overdue < 1.6 and not gone, 2, "the next line is not due yet", "log")
@@ -217,14 +227,26 @@ def long_step(look: Look) -> Case | None:
     if not f.alive or f.fresh:
         return None
     no_gpu = not f.gpu.mine and f.moved("main-cpu") and not f.data.moves
-    if f.overdue is None or not (f.gpu.working or no_gpu):
+    helper = next((p for p in f.helpers if (p.cpu or 0) > 0.05), None) if f.moved("helper-cpu") else None
+    if f.overdue is None or not (f.gpu.working or no_gpu or helper):
         return None  # without a known pace nothing says that it is one step
     case = quiet(look, "quiet.long-step")
     case.yes(f.gpu.working, 2.5, "the GPU computes: " + f.gpu.words, "nvml")
     case.yes(no_gpu, 1, "the main process computes on the CPU", "/proc/PID/stat")
+    case.yes(helper, 2.5, f"a program it started works: {helper.label if helper else ''}", "children, stat")
     case.yes(1.6 <= f.overdue < 20, 0.75, f"the line is {f.overdue:.1f} intervals late, and it computes", "log")
     case.no(f.overdue < 1.6, 2, "the next line is not due yet", "log")
-    case.no(f.overdue >= 20, 2, f"{f.overdue:.0f} intervals late is too much for one step", "log")
+    case.yes(no_gpu and may_compute(f), 0.5, "its numerical libraries may be at work", "maps")
+    asks = f.main is not None and ((f.main.minflt or 0) >= 1 or f.main.io.get("syscr", 0.0) >= 1)
+    case.yes(
+        no_gpu and asks, 0.5, "it takes new memory or reads as it goes: it does not run in a small circle", "stat, io"
+    )
+    case.no(
+        f.overdue >= 20 and not (asks or helper or may_compute(f)),
+        2,
+        f"{f.overdue:.0f} intervals late is too much for one step",
+        "log",
+    )
     return case
 
 

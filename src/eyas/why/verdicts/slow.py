@@ -6,7 +6,7 @@ import re
 
 from eyas.why.chain import size
 from eyas.why.facts import Facts
-from eyas.why.verdicts.base import Case, Look, Rule, feeds_itself, frames, readers, reading_share, starved
+from eyas.why.verdicts.base import Case, Look, Rule, feeds_itself, frames, readers, reading_share, starved, tries
 from eyas.why.verdicts.slow_host import HOST_RULES
 
 _SMALL_FILE = 256 * 1024
@@ -160,6 +160,7 @@ def decode(look: Look) -> Case | None:
         "wchan",
     )
     case.no(len(f.live_workers) <= 1, 1.5, "there is only one worker", "children")
+    case.no(_prepares(f), 4, "no step was made and no GPU is held: the workers may prepare the data", "log, nvml")
     case.no(_throttled(f) > 0.25, 2, "the CPU quota holds them back", "cpu.stat")
     case.values["cpu"] = cpu
     return case
@@ -191,6 +192,7 @@ def few_workers(look: Look) -> Case | None:
         "children, fd",
     )
     case.yes(frame and count == 0, 3, "the main thread is in the data set's code", "py-spy", frame)
+    case.no(small and _prepares(f), 4, "no step was made and no GPU is held: the workers may prepare the data", "log")
     case.yes(warned, 3, "the log warns of too few workers", "log")
     case.yes(small and starved(f), 2.5 if count == 1 else 2, f"{count} worker(s) are always busy", "children, stat")
     case.yes(count < cpus / 4, 1, f"{count} worker(s) with {cpus} CPUs to use", "children, cpus_allowed")
@@ -237,6 +239,8 @@ def remote_service(look: Look) -> Case | None:
     waiting = [(p, t) for p, t in readers(f) if t.share("socket", "connect", "poll", "epoll") >= 0.6]
     socks = _service_sockets(f, {p.pid for p, _ in waiting})
     in_call = [t for _, t in waiting if t.wait.family in ("socket", "connect") or t.wait.kind == "socket"]
+    loops = [t for _, t in waiting if t.wait.family == "epoll"] if f.stepped and not f.live_workers else []
+    in_call = in_call or loops  # an event loop waits for all its connections at once
     if not f.alive or not socks or not in_call:
         return None
     case = Case("slow.data.remote-service")
@@ -269,6 +273,29 @@ def remote_service(look: Look) -> Case | None:
     return case
 
 
+def _prepares(f: Facts) -> bool:
+    """Nothing says that training has begun: a pool of processes may be at work on the data before the first step."""
+    begun = f.log is not None and f.log.phase is not None and f.log.phase.id == "training"
+    return not (f.stepped or begun or f.gpu.mine)
+
+
+def retrying(look: Look) -> Case | None:
+    """The log says that requests to a service fail and are made again; between them the trainer naps."""
+    f = look.f
+    lines = tries(f)
+    if not f.alive or len(lines) < 2 or not f.stepped or _service_sockets(f, {p.pid for p in f.trainers}):
+        return None
+    where = re.search(r"https?://([\w.:-]+)|\b([\w.-]+:\d{2,5})\b", " ".join(lines[-3:]))
+    case = Case("slow.data.remote-service")
+    case.yes(True, 3.5, f"the log tells of {len(lines)} failed tries since the last step", "log", lines[-1])
+    napping = any(p.critical.ever("sleep", "socket", "connect") for p in f.trainers)
+    case.yes(napping, 2, "the trainer waits between the tries", "wchan")
+    case.no(f.forward, 3, "work moves: " + "; ".join(s.text for s in f.forward[:2]), "samples")
+    case.no(f.gpu.working, 4, "the GPU computes: " + f.gpu.words, "nvml")
+    case.values["peer"] = (where.group(1) or where.group(2)) if where else "an address that the log does not name"
+    return case
+
+
 def _service_sockets(f: Facts, pids: set[int]) -> list[dict[str, object]]:
     """TCP connections of these processes to something that is neither a rank nor the rendezvous."""
     ports = {f.main.env("MASTER_PORT")} if f.main and f.main.env("MASTER_PORT") else set()
@@ -282,6 +309,7 @@ def _service_sockets(f: Facts, pids: set[int]) -> list[dict[str, object]]:
         and str(s.get("pport")) not in ports
         and str(s.get("lport")) not in ports
         and s.get("peer_pid") not in ranks
+        and s.get("peer_pid") != s.get("pid")
     ]
 
 
@@ -306,4 +334,4 @@ def _throttled(f: Facts) -> float:
     return throttled / periods if periods and throttled else 0.0
 
 
-RULES: list[Rule] = [disk_cold, network, decode, few_workers, small_files, remote_service, *HOST_RULES]
+RULES: list[Rule] = [disk_cold, network, decode, few_workers, small_files, remote_service, retrying, *HOST_RULES]

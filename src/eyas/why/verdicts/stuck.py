@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 
-from eyas.why.facts import Facts
+from eyas.why.facts import WAITING, Facts
 from eyas.why.locks import Awaited, awaited, in_the_way, naps
-from eyas.why.procs import Thread
+from eyas.why.pipes import hands_out, no_writer, pipe_of, ring_of
+from eyas.why.procs import Proc, Thread
 from eyas.why.verdicts.base import (
     Case,
     Look,
@@ -35,9 +36,18 @@ def _sleeping_lock(thread: Thread) -> bool:
     return thread.always("futex") and thread.asleep and not any(w.timed for w in thread.waits)
 
 
+def _halted(proc: Proc) -> bool:
+    return bool(proc.states) and all(s in ("T", "t") for s in proc.states)
+
+
 def stopped(look: Look) -> Case | None:
     f = look.f
-    held = [p for p in f.trainers if p.states and all(s in ("T", "t") for s in p.states)]
+    held = [p for p in f.trainers if _halted(p)]
+    if not held and all(
+        p.critical.share(*WAITING, "child") >= 0.6 for p in f.trainers
+    ):  # a worker, a child or what stands at the other end of its pipes
+        kinds = ("fork", "spawned", "other", "shell", "feeder", "tee", "reader")
+        held = [p for p in f.procs.values() if p.kind in kinds and _halted(p)]
     key, group = f.cgroup_of(f.main) if f.main else (None, {})
     frozen = bool(group.get("frozen"))
     traced = [p for p in f.trainers if p.tracer]
@@ -55,6 +65,8 @@ def stopped(look: Look) -> Case | None:
     case.yes(held and held[0].state == "t", 7, "it is stopped by a debugger (state t)", "/proc/PID/stat")
     case.yes(frozen, 8, f"its cgroup is frozen ({key})", "cgroup freezer")
     case.yes(traced, 2, f"PID {traced[0].tracer if traced else ''} traces it", "TracerPid")
+    if held and held[0] not in f.trainers:
+        case.values["stop_words"] = f" (it waits for {held[0].label}, which is)"
     case.values.update(frozen=frozen, tracer=traced[0].tracer if traced else None, cgroup=key)
     asks = f.log is not None and f.log.prompt_open
     case.no(
@@ -78,22 +90,32 @@ def terminal_input(look: Look) -> Case | None:
     prompt = f.log.prompt if f.log and (f.log.prompt_open or not f.log.progress_lines) else None
     stdin = [
         (p, t)
-        for p in f.trainers
+        for p in f.trainers + (f.helpers if any(x.critical.wait.family == "child" for x in f.trainers) else [])
         for t in p.threads
         if t.tid == p.pid and t.wait.fd == 0 and t.wait.family in ("pipe-read", "poll", "socket")
     ]
+    fifo = [(p, p.critical) for p in f.trainers if p.critical.always("fifo")]
+    waits = trainers_wait(f) or all(p.critical.wait.family == "child" for p in f.trainers)
     background = [
         p
         for p in f.procs.values()
         if p.states and all(s == "T" for s in p.states) and p.stdio.get(0, {}).get("kind") == "tty"
     ]
-    if not f.alive or not (readers or (prompt and f.still) or (stdin and trainers_wait(f))):
+    if not f.alive or not (readers or fifo or (prompt and f.still) or (stdin and waits)):
         return None
     case = stuck(look, "stuck.input")
     if readers:
         proc, thread = readers[0]
         case.who, case.pids = proc.label, [proc.pid]
         case.yes(True, 6, f"{proc.label} reads from a terminal and nobody types", "syscall, wchan", thread.wait.raw)
+    elif fifo:
+        case.who, case.values["typist"] = "nobody has opened it", "the other end of a named pipe (FIFO)"
+        case.yes(True, 6, "it opens a named pipe, and nobody opens the other end", "wchan", fifo[0][1].wait.raw)
+    elif stdin:
+        case.who, case.pids = stdin[0][0].label, [stdin[0][0].pid]
+        case.values["typist"] = "its standard input"
+    fed = f.feeders if stdin else []
+    case.no(fed, 4, f"a program feeds it: {fed[0].label if fed else ''}", "fd")
     case.yes(prompt, 3, "the log ends in a question", "log", prompt)
     case.yes(
         stdin and not readers, 3.5, "it reads its standard input", "syscall", stdin[0][1].wait.raw if stdin else None
@@ -112,7 +134,12 @@ def terminal_input(look: Look) -> Case | None:
 
 def stdout_pipe(look: Look) -> Case | None:
     f = look.f
-    found = [(p, t) for p in f.procs.values() for t in p.threads if t.share("pipe-write") >= 0.6]
+    found = [
+        (p, t)
+        for p in f.procs.values()
+        for t in p.threads
+        if p.kind != "feeder" and t.share("pipe-write") >= 0.6 and not hands_out(f, p, t)
+    ]
     if not f.alive or not found:
         return None
     proc, thread = next(((p, t) for p, t in found if t.wait.fd in (1, 2)), found[0])
@@ -125,11 +152,10 @@ def stdout_pipe(look: Look) -> Case | None:
         f"the pipe is its {'standard output' if thread.wait.fd == 1 else 'standard error'}",
         "syscall",
     )
-    inode = (proc.fds.get(thread.wait.fd if thread.wait.fd is not None else 1) or {}).get("inode")
-    pipe = next((p for p in f.snap.get("pipes") or [] if inode is not None and p.get("inode") == inode), None)
-    queued = (pipe or {}).get("queued")
+    pipe = pipe_of(f, proc, thread.wait.fd if thread.wait.fd is not None else 1)
+    queued = pipe.get("queued")
     case.yes(queued and queued >= 4096, 1, f"{queued} bytes wait in it unread", "FIONREAD")
-    ends = [r.get("pid") for r in (pipe or {}).get("readers") or [] if r.get("pid") != proc.pid]
+    ends = [r.get("pid") for r in pipe.get("readers") or [] if r.get("pid") != proc.pid]
     case.yes(ends, 0.5, f"its reader, PID {ends[0] if ends else ''}, does not read", "fd")
     case.values["reader"] = ends[0] if ends else None
     return case
@@ -215,13 +241,15 @@ def worker_dead(look: Look) -> Case | None:
     lost_item = waits and (
         (idle and pipe) or (idle and f.still and any(_sleeping_lock(p.critical) for p in f.trainers))
     )
-    alone = not f.workers and waits and pipe and _no_writer(f)
+    thrown = log_line(f, "thread-exception") if waits and f.still else None
+    alone = not f.workers and waits and pipe and no_writer(f)
     pinned = not f.workers and waits and any(t.role == "pin-memory" for _, t in job_threads(f))
-    if not f.alive or not (dead or died or told or lost_item or alone or pinned):
+    if not f.alive or not (dead or died or told or lost_item or alone or pinned or thrown):
         return None
     case = stuck(look, "stuck.worker-dead")
     case.pids = [w.pid for w in dead] or [int(d["pid"]) for d in died]
-    case.who = f"worker PID {case.pids[0]}" if case.pids else None
+    case.who = f"worker PID {case.pids[0]}" if case.pids else f"a thread of it died: {thrown[:120]}" if thrown else None
+    case.yes(thrown, 5.5, "a thread of it ended with an exception, and the main thread waits", "log", thrown)
     case.yes(dead, 4, f"{len(dead)} of {len(f.workers)} workers are dead (zombie or gone)", "/proc/PID/stat")
     case.yes(died and not dead, 3, f"{len(died)} worker(s) died while we looked", "samples")
     case.yes(told, 2.5, "the log says that a worker died", "log", told)
@@ -234,16 +262,6 @@ def worker_dead(look: Look) -> Case | None:
     case.no(f.log and (f.log.ended or f.log.at_last_step), 3, "training has ended", "log")
     case.no(forsaken(f), 3, "it is itself a worker whose parent is gone", "/proc/PID/stat")
     return case
-
-
-def _no_writer(f: Facts) -> bool:
-    for proc in f.trainers:
-        wait = proc.critical.wait
-        inode = (proc.fds.get(wait.fd if wait.fd is not None else -1) or {}).get("inode")
-        pipe = next((p for p in f.snap.get("pipes") or [] if inode is not None and p.get("inode") == inode), None)
-        if pipe is not None and all(w.get("pid") == proc.pid for w in pipe.get("writers") or []):
-            return True
-    return False
 
 
 def fork_lock(look: Look) -> Case | None:
@@ -303,7 +321,8 @@ def deadlock(look: Look) -> Case | None:
     locked = [p for p in f.trainers if _sleeping_lock(p.critical)]
     stack = frames(f)
     profiler = next((x for x in stack if re.search("cupti|kineto", x)), None)
-    if not locked and not (profiler and trainers_wait(f)):
+    ring = ring_of(f)
+    if not locked and not ring and not (profiler and trainers_wait(f)):
         return None
     case = stuck(look, "stuck.deadlock")
     one = (locked or f.trainers)[0]
@@ -336,6 +355,11 @@ def deadlock(look: Look) -> Case | None:
         "py-spy",
     )
     case.yes(profiler, 2.5, "it is inside the profiler library", "py-spy", profiler)
+    if ring:
+        case.who, case.values["lock_words"] = ring.label, f"it and {ring.label} wait for each other over two pipes"
+        case.yes(True, 6, f"it waits for {ring.label} over a pipe, and that one for it", "syscall, fd")
+    ended = f.log is not None and f.log.error is not None and f.log.error.final and f.log.error.kind == "exception"
+    case.no(ended, 5, "the log ends in an exception: the main thread is over, other threads are left", "log")
     case.yes(f.gpu.used and f.gpu.idle, 1, f.gpu.words, "nvml")
     waiting = [
         t

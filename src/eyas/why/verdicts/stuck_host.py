@@ -12,6 +12,7 @@ from eyas.why.verdicts.base import (
     job_threads,
     log_kinds,
     log_line,
+    may_compute,
     phase,
     span_words,
     stuck,
@@ -61,7 +62,12 @@ def filesystem(look: Look) -> Case | None:
         "probe",
         str(probes[0].get("wchan")) if probes else None,
     )
-    said = f.kernel_lines("nfs", "hung_task", "io_error")
+    local = bool(hung) and not remote and not mounts and (f.idle or 0) < 120
+    case.no(
+        local, 2.5, "it is a local device: a request may take seconds behind others or a limit on its rate", "mountinfo"
+    )
+    since = (f.idle or 0.0) + 60
+    said = [x for x in f.kernel_lines("nfs", "hung_task", "io_error") if (x.get("age_s") or 0.0) <= since]
     case.yes(said, 1.5, "the kernel log speaks of it", "kernel log", said[0].get("text") if said else None)
     case.no(not hung and not trainers_wait(f), 3, "no thread of the job waits there", "wchan")
     case.values["path"] = path
@@ -254,8 +260,9 @@ def livelock(look: Look) -> Case | None:
     case.yes((f.idle or 0) > 3600 and late is None, 0.5, f"the log has been silent for {span_words(f.idle)}", "log")
     case.no(f.fresh and not f.heartbeat, 4, "the log is fresh", "log")
     case.no((f.idle or 0) < 60 and not runaway, 2, "the log has been silent for less than a minute", "log")
+    case.no(may_compute(f) and not runaway, 5, "an evaluation on the CPU looks the same for minutes", "maps")
     works = calls >= 1 or (one.minflt or 0) >= 1
-    case.no(works and not runaway, 1.5, "it still asks the system for things: new memory, files", "io, stat")
+    case.no(works and not runaway, 3.5, "it still asks the system for things: new memory, files", "io, stat")
     case.no((late is None or late < 20) and not runaway, 3.5, "nothing says that a step should have come by now", "log")
     case.no(
         f.of_kind("compiler") or phase(f, "compiling"),

@@ -70,7 +70,7 @@ STUCK: dict[str, tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] = {
         ("Do not wait: such a lock is never released.",),
     ),
     "stuck.deadlock": (
-        "{name} is deadlocked{since}: its main thread waits on a lock and not one thread runs.",
+        "{name} is deadlocked{since}: {lock_words}.",
         "Threads of one process wait for each other.",
         "wake-ups: a deadlock has none, a loader that waits with a time-out has one every few seconds",
         (
@@ -117,7 +117,7 @@ STUCK: dict[str, tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] = {
         ("Do not delete the lock file while its holder lives: two writers would tear the cache.",),
     ),
     "stuck.input": (
-        "{name} waits for somebody to type{since}: {who}.",
+        "{name} waits for {typist}{since}: {who}.",
         "It asks a question on its terminal or standard input, and nobody answers.",
         "a read of descriptor 0 in its system call",
         (
