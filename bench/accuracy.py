@@ -65,6 +65,7 @@ def snapshots() -> list[Judged]:
 
 def live() -> tuple[list[Judged], list[Judged], list[str]]:
     """(faults, healthy runs, what was left out or could not be started)."""
+    import lab.outside  # noqa: F401  adds its scenarios to both lists
     from lab.healthy import HEALTHY
     from lab.run import play_all, show
     from lab.scenes import SCENES

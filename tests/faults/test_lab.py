@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lab.outside  # noqa: F401  adds its scenarios to both lists
 import pytest
 from lab.healthy import HEALTHY
 from lab.run import Row, play_all, show

@@ -138,6 +138,7 @@ def show(row: Row) -> None:
 
 
 def main(words: Sequence[str]) -> int:
+    import lab.outside  # noqa: F401  adds its scenarios to both lists
     from lab.healthy import HEALTHY
     from lab.scenes import SCENES
 
