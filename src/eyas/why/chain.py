@@ -14,6 +14,7 @@ from eyas.why.facts import Facts
 from eyas.why.locks import Awaited, awaited, in_the_way, naps
 from eyas.why.procs import Proc, Thread
 from eyas.why.ranks import Split, doing
+from eyas.why.recorder import read_recorder
 from eyas.why.storage import mount_of
 from eyas.why.waits import Wait, is_storage
 
@@ -56,6 +57,9 @@ def build(f: Facts, ranks: Split | None) -> list[Link]:
         start = ranks.odd[0]
         seen.add(start.pid)
         links.append(_thread_link(start, start.critical, "main thread of"))
+    recorded = read_recorder(f)
+    if recorded is not None and recorded.first is not None:
+        links.append(_link("collective", recorded.first.words, source="Flight Recorder"))
     links += _follow(f, start, start.critical, seen, depth=0)
     return links[: _MANY + 2]
 

@@ -2828,37 +2828,212 @@ def slurm_pids(table: Table, job: str, until: float) -> "list[int]":
             if hit]
 
 
-def ask_ras(port: int) -> dict:
-    """NCCL's RAS thread answers `status` in plain text on a local port."""
-    out = {"port": port, "status": "absent", "text": None}  # type: dict
+def ask_ras(port: int, wait: float = 2.4) -> dict:
+    """NCCL's RAS thread answers `verbose status` in plain text on a local port, after it has asked the other ranks, to
+    whom it gives a second. What has come when the time is over is kept.
+    """
+    out = {"port": port, "status": "absent", "text": None, "ours": None}  # type: dict
+    until, parts, have = time.monotonic() + wait, [], 0  # type: float, list, int
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    connection.settimeout(1.0)
+    connection.settimeout(min(1.0, wait))
     try:
         connection.connect(("127.0.0.1", port))
-        connection.sendall(b"verbose status\n")
-        parts, have = [], 0
-        while have < 65536:
-            data = connection.recv(16384)
+        connection.sendall(b"CLIENT PROTOCOL 2\nTIMEOUT 1\nVERBOSE STATUS\n")
+        while have < 262144:
+            connection.settimeout(max(0.001, until - time.monotonic()))
+            data = connection.recv(16384) if time.monotonic() < until else None
+            if data is None:
+                raise socket.timeout
             if not data:
                 break
             parts.append(data)
             have += len(data)
-        out.update(status="ok", text=b"".join(parts).decode("utf-8", "replace"))
+        out.update(status="ok")
     except socket.timeout:
         out.update(status="timed_out")
     except ConnectionRefusedError:
         out.update(status="refused")
     except OSError as error:
-        out.update(status="error", text=str(error))
+        out.update(status="error", error=str(error))
     finally:
         connection.close()
+    answer = b"".join(parts).decode("utf-8", "replace")
+    while re.match(r"(SERVER PROTOCOL|OK\r?\n|ERROR: Unknown command)", answer):
+        answer = answer.partition("\n")[2]
+    out["text"] = answer or None
     return out
 
 
-def nccl_dumps(patterns: "list[str]") -> "list[dict]":
-    """Flight Recorder dumps and NCCL debug files: listed only. A dump is a pickle, and nobody unpickles another's
-    pickle.
+MAX_DUMP = 16 << 20
+
+
+class Refused(Exception):
+    """A dump that wants more than to be data."""
+
+
+def plain_pickle(blob: bytes) -> object:
+    """Unpickle containers, strings and numbers. Whatever names a class or function, which is how a pickle runs code, is
+    refused before it is looked up.
     """
+    import io
+    import pickle
+
+    class Plain(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            raise Refused("it asks for %s.%s" % (str(module)[:60], str(name)[:60]))
+
+        def persistent_load(self, _pid: object) -> object:
+            raise Refused("it refers to objects outside of it")
+
+    return Plain(io.BytesIO(blob)).load()
+
+
+def bound_child(memory: int, cpu_s: int) -> None:
+    """Limits for this process, against data made to exhaust it."""
+    import resource
+
+    used = int((text("/proc/self/statm", 256) or "0").split()[0]) * PAGE
+    spent = int(sum(os.times()[:2])) + 1
+    for what, most in ((resource.RLIMIT_AS, used + memory), (resource.RLIMIT_CPU, spent + cpu_s)):
+        soft, hard = resource.getrlimit(what)
+        if soft == resource.RLIM_INFINITY or soft > most:
+            resource.setrlimit(what, (most, hard))
+
+
+def whole(value: object) -> "int | None":
+    """An integer that fits into 64 bits, else nothing."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63 else None
+
+
+def short(value: object, most: int = 80) -> "str | None":
+    return masked(value[:most]) if isinstance(value, str) else None
+
+
+def dims(value: object) -> "list | None":
+    """The sizes of a call's tensors, at most four of at most six dimensions; a longer list ends in None."""
+    if not isinstance(value, (list, tuple)):
+        return None
+    found = [[whole(n) for n in one[:6]] for one in value[:4] if isinstance(one, (list, tuple))]  # type: list
+    return found + [None] if len(value) > 4 else found
+
+
+def numbers(value: object) -> "list[int] | None":
+    """Ranks, as a list or as its text."""
+    if isinstance(value, str):
+        return [int(n) for n in re.findall(r"\d{1,7}", value[:65536])][:8192]
+    if isinstance(value, (list, tuple)):
+        return [n for n in value[:8192] if whole(n) is not None]
+    return None
+
+
+def flight_facts(dump: object) -> dict:
+    """What a Flight Recorder dump says, process group by process group: how far this rank got, and its last calls."""
+    if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
+        raise ValueError("no Flight Recorder dump: there is no list of entries")
+    config = dump["pg_config"] if isinstance(dump.get("pg_config"), dict) else {}
+    states = dump["pg_status"] if isinstance(dump.get("pg_status"), dict) else {}
+    groups = {}  # type: dict
+    for entry in dump["entries"][-20000:]:
+        if not isinstance(entry, dict):
+            continue
+        pair = entry.get("process_group")
+        pair = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else (str(entry.get("pg_id")), None)
+        name = short(pair[0]) or "?"
+        group = groups.get(name)
+        if group is None:
+            if len(groups) >= 64:
+                continue
+            known = config.get(pair[0]) or (config.get("") if len(config) == 1 else None)
+            known = known if isinstance(known, dict) else {}
+            status = states.get(str(entry.get("pg_id")))
+            status = status if isinstance(status, dict) else {}
+            group = groups[name] = {"name": name, "desc": short(pair[1]) or short(known.get("desc")),
+                                    "ranks": numbers(known.get("ranks")), "p2p": 0, "calls": {}}
+            for key in ("enqueued", "started", "completed"):
+                group[key] = whole(status.get("last_%s_collective" % key))
+        if entry.get("is_p2p") is True:
+            group["p2p"] += 1
+            continue
+        seq = whole(entry.get("collective_seq_id", entry.get("seq_id")))
+        if seq is None:
+            continue
+        if seq in group["calls"]:  # a coalesced call: one number for several
+            group["calls"][seq]["more"] += 1
+            continue
+        state = short(entry.get("state"), 20)
+        completed = group["completed"]
+        done = state == "completed" or (seq <= completed if completed is not None else entry.get("retired") is True)
+        group["calls"][seq] = {"seq": seq, "op": short(entry.get("profiling_name")), "state": state, "done": done,
+                               "more": 0, "in": dims(entry.get("input_sizes")), "out": dims(entry.get("output_sizes")),
+                               "dtype": short((entry.get("input_dtypes") or [None])[0], 20)
+                               if isinstance(entry.get("input_dtypes"), list) else None,
+                               "created_ns": whole(entry.get("time_created_ns")), "frames": entry.get("frames")}
+    for group in groups.values():
+        calls = [group["calls"][seq] for seq in sorted(group["calls"])]
+        pending = [c for c in calls if not c["done"]][:8]
+        kept = {c["seq"] for c in pending + calls[-24:]}
+        group["calls"] = [c for c in calls if c["seq"] in kept]
+        for call in group["calls"]:
+            frames = call.pop("frames")
+            call["at"] = calling_line(frames) if call in pending[:2] or call is calls[-1] else None
+    return {"version": short(dump.get("version"), 20), "entries": len(dump["entries"]),
+            "groups": [group for group in groups.values() if group["calls"]]}
+
+
+def calling_line(frames: object) -> "str | None":
+    """The innermost frame outside of torch, as "train.py:12 step"."""
+    for frame in frames[:60] if isinstance(frames, list) else ():
+        path = frame.get("filename") if isinstance(frame, dict) else None
+        if isinstance(path, str) and "/torch/" not in path:
+            return "%s:%s %s" % (os.path.basename(path)[:60], whole(frame.get("line")), short(frame.get("name"), 60))
+    return None
+
+
+class Dumps(object):
+    """Flight Recorder dumps and NCCL debug files: the list of them, and what the dumps of this run say. A dump is a
+    pickle that anybody may have put there: only the target's own are read, in a child with bounds.
+    """
+
+    READ = 32
+
+    def __init__(self, patterns: "list[str]", since: float, uid: "int | None"):
+        self.patterns, self.since, self.uid = patterns, since, uid
+        self.files = None  # type: list[dict] | None
+
+    def listed(self) -> "list[dict]":
+        if self.files is None:
+            bound_child(768 << 20, 3)
+            self.files = nccl_dumps(self.patterns)
+        return self.files
+
+    def do(self, index: int) -> "list[dict] | dict | None":
+        if index == 0:
+            return self.listed()
+        mine = [f for f in self.listed() if f["kind"] == "flight_recorder" and f["mtime"] >= self.since]
+        return dict(self.read(mine[index - 1]), path=mine[index - 1]["path"]) if index <= len(mine) else None
+
+    def read(self, file: dict) -> dict:
+        if self.uid not in (None, file["uid"]) and file["uid"] != 0:
+            return {"status": "refused", "error": "it belongs to another user (uid %d)" % file["uid"]}
+        if file["size"] > MAX_DUMP:
+            return {"status": "too_big", "error": "%d bytes" % file["size"]}
+        try:
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            blob = slurp(os.open(file["path"], flags | getattr(os, "O_NOFOLLOW", 0)), MAX_DUMP)
+            return dict(flight_facts(json.loads(blob.decode("utf-8")) if blob[:1] == b"{" else plain_pickle(blob)),
+                        status="ok", error=None)
+        except Refused as refused:
+            return {"status": "refused", "error": str(refused)}
+        except OSError as error:
+            return {"status": "error", "error": why_not(error)}
+        except MemoryError:
+            return {"status": "damaged", "error": "it asks for more memory than such a dump needs"}
+        except Exception as error:  # whatever bytes can do to a reader
+            return {"status": "damaged", "error": ("%s: %s" % (type(error).__name__, error))[:200]}
+
+
+def nccl_dumps(patterns: "list[str]") -> "list[dict]":
+    """Flight Recorder dumps and NCCL debug files by their names, newest first."""
     found = []  # type: list
     for pattern in patterns[:12]:
         folder, prefix = os.path.split(pattern)
@@ -2869,9 +3044,9 @@ def nccl_dumps(patterns: "list[str]") -> "list[dict]":
                         break
                     if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False):
                         info = entry.stat(follow_symlinks=False)
-                        rank = re.search(r"(\d+)$", entry.name)
+                        rank = re.search(r"(\d+)(?:\.json)?$", entry.name)
                         found.append({"path": entry.path, "size": info.st_size, "mtime": info.st_mtime,
-                                      "rank": int(rank.group(1)) if rank else None,
+                                      "uid": info.st_uid, "rank": int(rank.group(1)) if rank else None,
                                       "kind": "debug_file" if "debug" in pattern.lower() else "flight_recorder"})
         except OSError:
             continue
@@ -3703,19 +3878,45 @@ class Session(object):
                                 skip=lambda item: reach.blocked(fact["touch"][item[2]]), restarts=6)
         socket_inodes = {h["inode"] for look in first.values() for h in look["fds"].values() if h["kind"] == "socket"
                          and h.get("inode")}
-        ports = list(KNOWN_PORTS) + ([int(env["MASTER_PORT"])] if env.get("MASTER_PORT", "").isdigit() else [])
-        patterns = [env.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or env.get("TORCH_FR_DUMP_TEMP_FILE")
-                    or "/tmp/nccl_trace_rank_", "/tmp/nccl_trace_rank_"]
+        ras = re.search(r":(\d{1,5})$", env.get("NCCL_RAS_ADDR", ""))
+        ras_port = int(ras.group(1)) & 0xFFFF if ras else KNOWN_PORTS[0]
+        ports = list(KNOWN_PORTS) + [ras_port] + ([int(env["MASTER_PORT"])] if env.get("MASTER_PORT", "").isdigit() else [])
+        cache = env.get("XDG_CACHE_HOME") or (env.get("HOME") or "/nonexistent") + "/.cache"
+        patterns = [env.get("TORCH_FR_DUMP_TEMP_FILE") or "", env.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or "",
+                    cache + "/torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_"]
         if env.get("NCCL_DEBUG_FILE"):
             patterns.append(re.split(r"[.%]", env["NCCL_DEBUG_FILE"])[0])
-        patterns = [reach(p) for i, p in enumerate(patterns) if p not in patterns[:i]]
+        patterns = [reach(p) for i, p in enumerate(patterns) if p and p not in patterns[:i]]
         fact["links"] = Errands("links", [
             ("sockets", lambda p: tcp_table(p, socket_inodes, tuple(ports)), main, {"pid": main}),
             ("unix sockets", lambda p: unix_peers(p, socket_inodes), main, {"pid": main}),
-            ("locks", lambda _i: parse_locks(text("/proc/locks", 1 << 20) or ""), 0),
-            ("NCCL dumps", nccl_dumps, patterns, {"path": patterns[0]}), ("NCCL RAS", ask_ras, 28028)], each=1.3)
+            ("locks", lambda _i: parse_locks(text("/proc/locks", 1 << 20) or ""), 0)], each=1.3)
+        dumps = Dumps(patterns, self.wall - (self.meta["uptime_s"] - table.rows[main]["starttime"]) - 5,
+                      table.uid(main))
+        fact["dumps"] = Courier("NCCL dumps", list(range(Dumps.READ + 1)), dumps.do, each=1.0,
+                                blame=lambda _i: {"path": patterns[0]})
+        fact["ras"] = Courier("NCCL RAS", [ras_port], ask_ras, each=2.6)
         self._hunt_locks(fact, first, caches, [p for p in [cwd, self.target["run_dir"]] if p])
         return fact
+
+    def _take_nccl(self, snapshot: dict, fact: dict) -> dict:
+        ras, courier = fact["ras"].value(), fact["dumps"]
+        if ras is not None and ras["status"] in ("ok", "timed_out"):
+            listeners = [x["pid"] for x in snapshot["listening"] if x["port"] == ras["port"]]
+            seen = all(p.get("visible", {}).get("fd") for p in snapshot["processes"].values())
+            ras["ours"] = any(listeners) or (False if listeners and seen else None)  # one port a host, maybe another's
+        files = courier.value() or []
+        read = {a["path"]: a for i, a in courier.out.items() if i > 0 and a}
+        for file in files:
+            file.pop("uid", None)
+            if file["kind"] == "flight_recorder":
+                said = read.get(file["path"])
+                file["flight"] = {k: v for k, v in said.items() if k != "path"} if said else None
+                if said and said["status"] != "ok":
+                    self.unseen.append({"what": "the Flight Recorder dump %s (%s)" % (file["path"], said["status"]),
+                                        "why": said["error"], "needs": "a dump that is only data, of the target's user",
+                                        "command": None})
+        return {"ras": ras, "dumps": files}
 
     def _hunt_locks(self, fact: dict, first: dict, caches: list, places: "list[str]") -> None:
         """Look for the lock that a member waits for, when one naps or waits for a lock."""
@@ -3985,7 +4186,7 @@ class Session(object):
                            or nproc, "members": job.members, "left_out": job.left_out,
                            "ranks": ranks, "kinds": {str(p): k for p, k in job.kinds.items()}, "edges": edges[:400],
                            "by": job.by}
-        snapshot["nccl"] = {"ras": fact["links"].get("NCCL RAS"), "dumps": fact["links"].get("NCCL dumps") or []}
+        snapshot["nccl"] = self._take_nccl(snapshot, fact)
         snapshot["slurm"] = fact["slurm"].value() if "slurm" in fact else None
         shm_names = [h["path"] for look in first.values() for h in look["fds"].values() if h["kind"] == "shm"]
         if snapshot["host"].get("shm") is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from eyas.why.facts import Facts
+from eyas.why.ras import read_ras
 from eyas.why.verdicts.base import Case, Look, Rule, log_kinds, log_line, span_words, trainers_wait, tries
 from eyas.why.verdicts.traces import exit_status, oom_signs, scheduler
 
@@ -245,10 +246,10 @@ def rank_dead(look: Look) -> Case | None:
     f, split = look.f, look.split
     failures = f.log.rank_failures if f.log else ()
     lost = split.missing_count if split else 0
-    ras = str(((f.snap.get("nccl") or {}).get("ras") or {}).get("text") or "")
-    ras_dead = any(word in ras.lower() for word in ("dead", "no longer", "missing"))
+    ras = read_ras(f.snap)
+    ras_dead = ras is not None and bool(ras.dead_count or ras.missing_count or ras.missing_ranks)
     died = [d for d in f.snap.get("died") or [] if d.get("kind") == "rank"]
-    if not (lost or failures or ras_dead or died) or (split is None and not failures):
+    if not (lost or failures or ras_dead or died) or (split is None and not failures and not ras_dead):
         return None
     case = Case(
         "failed.rank-dead",
@@ -265,7 +266,8 @@ def rank_dead(look: Look) -> Case | None:
     )
     case.yes(died, 2, "a rank died while we looked", "samples")
     case.yes(failures, 3, "the launcher reports failed ranks", "log", failures[0].line if failures else None)
-    case.yes(ras_dead, 3, "NCCL RAS reports dead peers", "NCCL RAS", ras[:200])
+    if ras is not None and ras_dead:
+        case.yes(True, 4 if ras.dead_count else 3, f"NCCL RAS: {ras.gone_words}", "NCCL RAS")
     case.yes(lost and left and f.still, 2, f"the other {left} rank(s) wait", "samples")
     case.no(
         not f.alive

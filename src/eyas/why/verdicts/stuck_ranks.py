@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from eyas.why.facts import Facts
+from eyas.why.ras import read_ras
+from eyas.why.recorder import Finding, ranks_words, read_recorder
 from eyas.why.verdicts.base import Case, Look, Rule, log_kinds, log_line, stuck, trainers_wait
 
 _CONSUMER = re.compile(r"RTX|GeForce|TITAN|\bA6000|\bL40|\bA40\b|\bA10\b", re.I)
@@ -41,7 +43,10 @@ def collective(look: Look) -> Case | None:
     f, split = look.f, look.split
     told = log_line(f, "collective-timeout")
     nccl = any(t.role in ("nccl", "nccl-watchdog", "nccl-heartbeat", "gloo") for p in f.trainers for t in p.threads)
-    if not f.alive or not (f.distributed or told or (nccl and f.gpu.spinning)):
+    recorder, ras = read_recorder(f), read_ras(f.snap)
+    first = recorder.first if recorder else None
+    uneven = ras.mismatch if ras else None
+    if not f.alive or not (f.distributed or told or first or uneven or (nccl and f.gpu.spinning)):
         return None
     case = stuck(look, "stuck.collective")
     words = split.odd_words if split else None
@@ -76,14 +81,14 @@ def collective(look: Look) -> Case | None:
         "communication threads or connections between ranks are there",
         "task/*/comm, net/tcp",
     )
-    ras = str(((f.snap.get("nccl") or {}).get("ras") or {}).get("text") or "")
-    case.yes(
-        re.search(r"mismatch|out of sync|incomplete|different", ras, re.I),
-        3,
-        "NCCL RAS reports ranks out of step",
-        "NCCL RAS",
-        ras[:200],
-    )
+    _recorded(case, f, first)
+    if ras is not None:
+        case.yes(uneven, 3, f"NCCL RAS: ranks out of step in {uneven.words if uneven else ''}", "NCCL RAS")
+        case.yes(ras.errors, 1.5, f"NCCL RAS: errors in {ras.errors[0] if ras.errors else ''}", "NCCL RAS")
+        if case.who is None and uneven is not None and uneven.odd:
+            odd = uneven.odd
+            case.who = f"{', '.join(r.words for r in odd[:4])} of NCCL communicator {uneven.comm}"
+            case.pids = [r.pid for r in odd if r.pid in f.procs]
     own = split is not None and split.odd and split.odd_doing in _OWN_CAUSE
     case.no(own, 4, f"{words}: that is the cause; the collective is its consequence", "wchan")
     case.no(f.moved("main-cpu") and not f.gpu.spinning and not told, 4, "the ranks use the CPU", "stat")
@@ -99,10 +104,27 @@ def collective(look: Look) -> Case | None:
         "that rank is at work and may still come",
         "stat",
     )
-    seen = bool(told or col) or any(g.spinning for g in f.gpu.mine) or bool(split and len(f.ranks) > 1)
+    seen = (
+        bool(told or col or first or uneven) or any(g.spinning for g in f.gpu.mine) or bool(split and len(f.ranks) > 1)
+    )
     case.no(not seen, 2.5, "neither the other ranks nor the GPUs could be seen", "job")
     case.no((f.overdue is not None and f.overdue < 3) and not told, 3, "the next line is not due yet", "log")
     return case
+
+
+def _recorded(case: Case, f: Facts, first: Finding | None) -> None:
+    """What the dumps of the ranks say, and whom they accuse; a rank that is stopped or dead keeps the blame."""
+    if first is None:
+        return
+    weight = {"mismatch": 4.5, "sizes": 4.5, "behind": 4, "same": 1.5, "alone": 1.5}[first.kind]
+    case.yes(True, weight, f"the Flight Recorder: {first.words}", "Flight Recorder dumps")
+    if first.odd and (case.who is None or first.kind != "behind" or not case.pids):
+        case.who = ranks_words(list(first.odd)) + {
+            "behind": f" (has not come to call no. {first.seq} of group {first.group})",
+            "mismatch": f" (made another call no. {first.seq} in group {first.group})",
+            "sizes": f" (other sizes in call no. {first.seq} of group {first.group})",
+        }.get(first.kind, "")
+        case.pids = [p.pid for p in f.ranks if p.rank in first.odd]
 
 
 def p2p(look: Look) -> Case | None:
@@ -131,7 +153,11 @@ def p2p(look: Look) -> Case | None:
     blocking = f.main.env("CUDA_LAUNCH_BLOCKING") == "1"
     case.yes(blocking, 2.5, "CUDA_LAUNCH_BLOCKING=1 is set, with which some NCCL versions hang", "environ")
     case.yes(told, 1.5, "the first collective timed out", "log", told)
-    number = f.log.collective.seq if f.log and f.log.collective else None
+    recorder = read_recorder(f)
+    first = recorder.first if recorder else None
+    case.yes(first and first.kind == "same", 1.5, first.words if first else "", "Flight Recorder dumps")
+    case.no(first and first.odd, 3, first.words if first else "", "Flight Recorder dumps")
+    number = f.log.collective.seq if f.log and f.log.collective else first.seq if first else None
     case.no(number is not None and number > 20, 2, f"{number} collectives went well before", "log")
     case.yes(number is not None and number <= 5, 1, f"it is collective number {number}", "log")
     case.no(split is not None and split.odd, 2, f"one is apart: {split.odd_words if split else ''}", "wchan")
