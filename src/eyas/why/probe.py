@@ -3880,7 +3880,9 @@ class Session(object):
                          and h.get("inode")}
         ras = re.search(r":(\d{1,5})$", env.get("NCCL_RAS_ADDR", ""))
         ras_port = int(ras.group(1)) & 0xFFFF if ras else KNOWN_PORTS[0]
-        ports = list(KNOWN_PORTS) + [ras_port] + ([int(env["MASTER_PORT"])] if env.get("MASTER_PORT", "").isdigit() else [])
+        ports = list(KNOWN_PORTS) + [ras_port]
+        if env.get("MASTER_PORT", "").isdigit():
+            ports.append(int(env["MASTER_PORT"]))
         cache = env.get("XDG_CACHE_HOME") or (env.get("HOME") or "/nonexistent") + "/.cache"
         patterns = [env.get("TORCH_FR_DUMP_TEMP_FILE") or "", env.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or "",
                     cache + "/torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_"]
@@ -3895,7 +3897,10 @@ class Session(object):
                       table.uid(main))
         fact["dumps"] = Courier("NCCL dumps", list(range(Dumps.READ + 1)), dumps.do, each=1.0,
                                 blame=lambda _i: {"path": patterns[0]})
-        fact["ras"] = Courier("NCCL RAS", [ras_port], ask_ras, each=2.6)
+        net = readlink("/proc/%d/ns/net" % main)  # in another one, our 127.0.0.1 is not the target's
+        soft = self.soft
+        fact["ras"] = Courier("NCCL RAS", [ras_port] if net in (None, readlink("/proc/self/ns/net")) else [],
+                              lambda port: ask_ras(port, max(0.3, min(2.4, soft - time.monotonic() - 0.3))), each=2.6)
         self._hunt_locks(fact, first, caches, [p for p in [cwd, self.target["run_dir"]] if p])
         return fact
 
