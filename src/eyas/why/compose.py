@@ -9,6 +9,7 @@ from typing import Any
 
 from eyas.why.chain import size
 from eyas.why.facts import Facts
+from eyas.why.idle import idle_words
 from eyas.why.judge import Judgement
 from eyas.why.logs.silence import ProcessFacts, Silence, why_silent
 from eyas.why.procs import grew
@@ -27,6 +28,9 @@ def compose(j: Judgement, took_s: float | None = None) -> dict[str, Any]:
     fields = _fields(j, silence)
     when = float(f.meta.get("started") or 0.0)
     sentence = _fill(words.sentence, fields)
+    idle = idle_words(f) if j.verdict == "unknown" else None
+    if idle is not None:
+        sentence = f"{fields['name']} {idle}. Whether that is meant, nothing here can tell."
     if f.training is False and f.alive:
         sentence += " " + _what_it_is(f)
     return {
@@ -126,7 +130,8 @@ def _fields(j: Judgement, silence: Silence) -> dict[str, str]:
         "since": since,
         "at_step": _at_step(f),
         "due": due,
-        "moves": "; ".join(moves[:2]) or "something moves",
+        "moves": "; ".join(moves[:2])
+        or (f"its last line is {f.idle:.0f} s old" if f.idle is not None else "something moves"),
         "rate": size(max(data.rate, data.read_rate or 0.0 if data.mount and data.mount.remote else data.rate)),
         "mount": data.mount.words if data.mount else "an unknown mount",
         "cached": f", {100 * data.cached:.0f} % of it in the page cache" if data.cached is not None else "",

@@ -96,6 +96,17 @@ class Facts:
         return company(self.procs, self.trainers)
 
     @cached_property
+    def busy_helper(self) -> Proc | None:
+        """A helper that computes, or would if the crowd on the CPUs let it."""
+        return next((p for p in self.helpers if (p.cpu or 0) > 0.05 or p.critical.ready > 0.5), None)
+
+    @cached_property
+    def newborn(self) -> list[Proc]:
+        """The workers, when all were started after the last line of a log that shows steps: for some phase."""
+        late = [w for w in self.live_workers if w.age is not None and self.idle is not None and w.age < self.idle]
+        return late if self.stepped and len(late) == len(self.live_workers) else []
+
+    @cached_property
     def feeders(self) -> list[Proc]:
         """Processes outside the job that write into a pipe it reads as its standard input."""
         return [p for p in self.procs.values() if p.kind == "feeder"]
@@ -395,7 +406,7 @@ def _cpu_signal(name: str, procs: list[Proc], least: float, forward: bool) -> Si
     who = f"{len(procs)} x {names[0][0]}" if names else "none"
     return Signal(
         name,
-        (sum(cpu) > least or (sum(cpu) > least / 5 and crowded > 2 * least)) if cpu else None,
+        (sum(cpu) > least or (sum(cpu) > least / 5 and crowded > 2 * least) or crowded > 0.5) if cpu else None,
         forward,
         f"{who} used {100 * sum(cpu):.0f} % of a CPU"
         + (f", and waited for one {100 * crowded:.0f} % of the time" if crowded > 0.2 else ""),

@@ -33,6 +33,8 @@ for verdict, mode in (
     scene(verdict)(after(mode, "step 19 ", 20.0))
 scene("failed.exception")(after("threads-left", "shape mismatch", 32.0))
 scene("slow.data.remote-service")(after("retries", "retry 3 ", 3.0))
+scene("slow.data.remote-service")(after("fetches", "step 19 ", 20.0))
+scene("stuck.worker-dead")(after("pool-killed", "step 19 ", 40.0))
 scene("stuck.collective")(after("spawn-odd", "24/20000", SILENT, "29633"))
 
 
@@ -99,3 +101,4 @@ add("outside_rank_of_own_launcher", _worker)
 add("outside_tee", _tee)
 add("outside_stdin_fed", _fed)
 add("outside_output_unread", _lost)
+add("outside_serves_nobody", after("serves", "listening", 40.0))

@@ -83,7 +83,7 @@ def interval(look: Look) -> Case | None:
     )
     case.yes(due is not None and 1.6 <= due < 3, 0.5, f"the next line is a little late (usually every {usual})", "log")
     computes = f.gpu.working or (not f.gpu.mine and f.moved("main-cpu"))
-    helper = next((p for p in f.helpers if (p.cpu or 0) > 0.05), None) if f.moved("helper-cpu") else None
+    helper = f.busy_helper if f.moved("helper-cpu") else None
     case.yes(helper, 1.5, f"a program it started works: {helper.label if helper else ''}", "children, stat")
     case.yes(due is None and computes, 1, "no line interval is known, and it computes", "log")
     case.no(
@@ -227,13 +227,17 @@ def long_step(look: Look) -> Case | None:
     if not f.alive or f.fresh:
         return None
     no_gpu = not f.gpu.mine and f.moved("main-cpu") and not f.data.moves
-    helper = next((p for p in f.helpers if (p.cpu or 0) > 0.05), None) if f.moved("helper-cpu") else None
-    if f.overdue is None or not (f.gpu.working or no_gpu or helper):
+    helper = f.busy_helper if f.moved("helper-cpu") else None
+    child = f.newborn[0] if f.newborn and f.moved("worker-cpu") else None
+    if f.overdue is None or not (f.gpu.working or no_gpu or helper or child):
         return None  # without a known pace nothing says that it is one step
     case = quiet(look, "quiet.long-step")
     case.yes(f.gpu.working, 2.5, "the GPU computes: " + f.gpu.words, "nvml")
     case.yes(no_gpu, 1, "the main process computes on the CPU", "/proc/PID/stat")
     case.yes(helper, 2.5, f"a program it started works: {helper.label if helper else ''}", "children, stat")
+    case.yes(
+        child, 2, f"a process it started after its last line computes: {child.label if child else ''}", "children, stat"
+    )
     case.yes(1.6 <= f.overdue < 20, 0.75, f"the line is {f.overdue:.1f} intervals late, and it computes", "log")
     case.no(f.overdue < 1.6, 2, "the next line is not due yet", "log")
     case.yes(no_gpu and may_compute(f), 0.5, "its numerical libraries may be at work", "maps")
@@ -242,7 +246,7 @@ def long_step(look: Look) -> Case | None:
         no_gpu and asks, 0.5, "it takes new memory or reads as it goes: it does not run in a small circle", "stat, io"
     )
     case.no(
-        f.overdue >= 20 and not (asks or helper or may_compute(f)),
+        f.overdue >= 20 and not (asks or helper or child or may_compute(f)),
         2,
         f"{f.overdue:.0f} intervals late is too much for one step",
         "log",

@@ -160,6 +160,7 @@ def decode(look: Look) -> Case | None:
         "wchan",
     )
     case.no(len(f.live_workers) <= 1, 1.5, "there is only one worker", "children")
+    case.no(f.newborn, 1.5, "the workers were started after the last line: they may do something else", "children, log")
     case.no(_prepares(f), 4, "no step was made and no GPU is held: the workers may prepare the data", "log, nvml")
     case.no(_throttled(f) > 0.25, 2, "the CPU quota holds them back", "cpu.stat")
     case.values["cpu"] = cpu
@@ -237,6 +238,8 @@ def small_files(look: Look) -> Case | None:
 def remote_service(look: Look) -> Case | None:
     f = look.f
     waiting = [(p, t) for p, t in readers(f) if t.share("socket", "connect", "poll", "epoll") >= 0.6]
+    asked = [p for p in f.helpers if p.critical.share("socket", "connect") >= 0.6] if _for_children(f) else []
+    waiting += [(p, p.critical) for p in asked]
     socks = _service_sockets(f, {p.pid for p, _ in waiting})
     in_call = [t for _, t in waiting if t.wait.family in ("socket", "connect") or t.wait.kind == "socket"]
     loops = [t for _, t in waiting if t.wait.family == "epoll"] if f.stepped and not f.live_workers else []
@@ -256,6 +259,7 @@ def remote_service(look: Look) -> Case | None:
     case.yes(
         starved(f), 2, "the trainer waits for them" if f.live_workers else "the trainer itself waits for it", "wchan"
     )
+    case.yes(asked, 2, f"the trainer waits for {asked[0].label if asked else ''}, which does", "wchan, children")
     case.yes(f.live_workers and len(in_call) == len(f.live_workers), 1.5, "every worker does", "wchan")
     quiet = all(not s.get("rx_queue") for s in socks)
     case.yes(
@@ -271,6 +275,11 @@ def remote_service(look: Look) -> Case | None:
     case.no(f.data.mount is not None and f.data.mount.remote and f.moved("data"), 1, "file data moves", "io")
     case.values["peer"] = peer
     return case
+
+
+def _for_children(f: Facts) -> bool:
+    """Every trainer's main thread waits for a child to end."""
+    return bool(f.trainers) and all(p.main.always("child") for p in f.trainers)
 
 
 def _prepares(f: Facts) -> bool:

@@ -10,6 +10,7 @@ import re
 from eyas.why.facts import WAITING, Facts
 from eyas.why.locks import Awaited, awaited, in_the_way, naps
 from eyas.why.pipes import hands_out, no_writer, pipe_of, ring_of
+from eyas.why.pools import drained, replaced
 from eyas.why.procs import Proc, Thread
 from eyas.why.verdicts.base import (
     Case,
@@ -241,10 +242,12 @@ def worker_dead(look: Look) -> Case | None:
     lost_item = waits and (
         (idle and pipe) or (idle and f.still and any(_sleeping_lock(p.critical) for p in f.trainers))
     )
+    empty = f.still and drained(f)
+    young = replaced(f) if empty else None
     thrown = log_line(f, "thread-exception") if waits and f.still else None
     alone = not f.workers and waits and pipe and no_writer(f)
     pinned = not f.workers and waits and any(t.role == "pin-memory" for _, t in job_threads(f))
-    if not f.alive or not (dead or died or told or lost_item or alone or pinned or thrown):
+    if not f.alive or not (dead or died or told or lost_item or empty or alone or pinned or thrown):
         return None
     case = stuck(look, "stuck.worker-dead")
     case.pids = [w.pid for w in dead] or [int(d["pid"]) for d in died]
@@ -255,6 +258,18 @@ def worker_dead(look: Look) -> Case | None:
     case.yes(told, 2.5, "the log says that a worker died", "log", told)
     case.yes(waits, 1.5, "the trainer waits on the queue", "wchan", f.main.critical.wait.raw if f.main else None)
     case.yes(idle and waits, 1.5, "every live worker idles: nobody makes the batch the trainer waits for", "wchan")
+    case.yes(
+        empty,
+        2.5 if young or f.stepped else 1,
+        "every worker of its pool waits for a task, and it waits for a result",
+        "wchan, schedstat",
+    )
+    case.yes(
+        young,
+        2.5,
+        f"{young.label if young else ''} is much younger than its siblings: it replaced one that died",
+        "/proc/PID/stat",
+    )
     case.yes(alone, 3.5, "the pipe it reads from has no writer other than itself", "fd")
     case.yes(lost_item and not dead and not died, 1, "the item it waits for is nobody's work any more", "wchan")
     case.yes(pinned, 2.5, "there is a pin-memory thread, but not one worker is left", "children, task/*/comm")

@@ -4,6 +4,7 @@ import os
 import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +28,13 @@ def steps(n, pause=0.3):
 def tokens(i):
     random.seed(i)
     return sum(len(w) for _ in range(60) for w in " ".join(str(random.random()) for _ in range(3000)).split())
+
+
+def item(i):
+    time.sleep(0.5)
+    if i == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return i
 
 
 def rank(r, port, odd):
@@ -128,6 +136,21 @@ if __name__ == "__main__":
         p = subprocess.Popen([sys.executable, "-c", echo], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         steps(20)
         p.stdout.readline()
+    elif mode == "pool-killed":  # one of two workers is killed with an item in its hands
+        import multiprocessing as mp
+
+        with mp.Pool(2) as pool:
+            steps(20)
+            pool.map(item, range(24), chunksize=1)
+    elif mode == "fetches":  # a program asks for data, and the other side says nothing
+        asked = socket.create_server(("127.0.0.1", 0))
+        code = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1]))).recv(1)"
+        steps(20)
+        subprocess.run([sys.executable, "-c", code, str(asked.getsockname()[1])])
+    elif mode == "serves":  # nobody asks it anything
+        server = socket.create_server(("127.0.0.1", 0))
+        print("listening", flush=True)
+        server.accept()
     elif mode == "fifo":
         steps(20)
         os.mkfifo("batches")
