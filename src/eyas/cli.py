@@ -131,6 +131,7 @@ def train(
     ttt_warmup_epochs: Annotated[int | None, typer.Option(help="First epochs that train step 0 alone [0]")] = None,
     loss: Annotated[str | None, typer.Option(help="kl, reverse_kl, tv or lk [kl]")] = None,
     step_weight_decay: Annotated[float | None, typer.Option(help="TTT step k counts decay**k [1]")] = None,
+    state_weight: Annotated[float | None, typer.Option(help="Weight of the distance to the last state [0]")] = None,
     noise_std: Annotated[
         float | None, typer.Option(help="Uniform noise on the states, scaled by 512 / rows [0]")
     ] = None,
@@ -172,6 +173,7 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together")] = 16,
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; default eval.json in the run")] = None,
     dtype: DtypeOption = "auto",
+    stream_dtype: Annotated[str | None, typer.Option(help="Of the one-stream speed alone [--dtype]")] = None,
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
 ) -> None:
@@ -187,6 +189,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         dtype=dtype,
+        stream_dtype=stream_dtype,
         device=device,
         trust_remote_code=trust_remote_code,
     )

@@ -38,6 +38,7 @@ class TrainConfig(BaseModel):
     ttt_warmup_epochs: int = Field(0, ge=0, description="First epochs that train TTT step 0 alone, at 0.4 of the cost")
     loss: Literal["kl", "reverse_kl", "tv", "lk"] = "kl"
     step_weight_decay: float = Field(1.0, gt=0, le=1, description="TTT step k counts decay**k")
+    state_weight: float = Field(0.0, ge=0, description="weight of the distance to the verifier's last state")
     noise_std: float = Field(
         0.0, ge=0, description="Uniform noise on the states while training: width, times 512 / rows of the pack"
     )

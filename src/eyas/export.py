@@ -147,6 +147,7 @@ def card(
         "ttt_steps",
         "loss",
         "step_weight_decay",
+        "state_weight",
         "noise_std",
         "max_seq_len",
         "batch_tokens",

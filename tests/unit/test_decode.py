@@ -16,6 +16,7 @@ from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.plan import make_plan
 from eyas.errors import EyasError
 from eyas.evaluate.decode import Decoded, EagleDraft, check_full_attention, decode, near_tie
+from eyas.evaluate.run import spread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -328,3 +329,8 @@ def test_a_near_tie_is_told_from_a_real_difference(tiny_verifier: Path) -> None:
     low = order[-2:]
     assert not near_tie(rounded, exact, prefix, *low)[0], "close to each other, but far from the best"
     assert not near_tie(exact, exact, prefix, best, order[2])[0], "without rounding nothing is a tie but equality"
+
+
+def test_decoded_prompts_are_spread_over_the_samples() -> None:
+    assert spread(list(range(10)), 4) == [0, 2, 5, 7]
+    assert spread(list("ab"), 5) == ["a", "b"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eyas.drafter import attention as attention_module
 from eyas.drafter.attention import dense_attention, ttt_attention
-from eyas.drafter.loss import head_loss, row_loss, verifier_side
+from eyas.drafter.loss import head_loss, row_loss, state_loss, verifier_side
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.plan import count_trained, make_plan, trained_mask
 
@@ -245,6 +245,33 @@ def test_each_loss_has_the_right_value_and_gradient(kind: str) -> None:
     ours, ours_gradient = row_loss(p, logits.detach().clone(), -(p * p.log()).sum(-1), kind)  # type: ignore[arg-type]
     torch.testing.assert_close(ours, value.detach())
     torch.testing.assert_close(ours_gradient, gradient)
+
+
+def test_the_distance_from_the_last_state_is_relative_and_summed() -> None:
+    last = torch.tensor([[3.0, 4.0], [1.0, 0.0]])  # lengths 5 and 1
+    hidden = torch.tensor([[3.0, 4.0], [0.0, 4.0], [1.0, 2.0]], requires_grad=True)
+    loss = state_loss(hidden, last, torch.tensor([0, 0, 1]))
+    assert loss.item() == pytest.approx(0 + 9 / 25 + 4)
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0], [-6 / 25, 0.0], [0.0, 4.0]]))
+
+
+def test_weights_are_cast_once_a_pass_and_gradients_come_back_in_fp32() -> None:
+    ids, mask = np.arange(9) % 7, np.arange(9) >= 3
+    plan = make_plan([(ids, mask)], 3)
+    torch.manual_seed(0)
+    config = DrafterConfig(16, 16, 24, 2, 1, 8, 7, 7)
+    drafter = Drafter(config, torch.randn(7, 16))
+    states = torch.randn(9, 48)[plan.key_row]
+    for dtype in (torch.float32, torch.bfloat16):
+        drafter.zero_grad()
+        sum(out.float().square().sum() for out in drafter(plan, states.to(dtype))).backward()  # type: ignore[union-attr]
+        grad = drafter.midlayer.mlp.up_proj.weight.grad
+        assert grad is not None and grad.dtype == torch.float32
+        assert drafter.midlayer.mlp.up_proj.cast is None
+        if dtype == torch.float32:
+            exact = grad.clone()
+    torch.testing.assert_close(grad, exact, rtol=0.1, atol=0.05 * float(exact.abs().max()))
 
 
 def test_chunked_head_loss_equals_autograd_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,28 @@ def brute_force(drafter: Drafter, source: Source, head: VerifierHead) -> Brute:
     return found
 
 
+def by_rounds(kept: list[dict[tuple[int, int], float]], sample: int, p: int) -> tuple[float, float]:
+    """Expected rounds and kept drafts from a round at p to the answer's end: every outcome of the round in turn."""
+    if (sample, p) not in kept[0]:
+        return 0.0, 0.0
+    rounds, total, reached = 1.0, 0.0, 1.0
+    for j in range(K + 1):
+        stays = kept[j].get((sample, p)) if j < K else None
+        chance = reached if stays is None else reached * (1 - stays)  # of exactly j drafts kept
+        further, more = by_rounds(kept, sample, p + j + 1)
+        rounds, total = rounds + chance * further, total + chance * (j + more)
+        if stays is None:
+            break
+        reached *= stays
+    return rounds, total
+
+
+def length_by_rounds(kept: list[dict[tuple[int, int], float]], source: Source) -> float:
+    """Mean over every answer, from its first round: behind the last token of the prompt."""
+    ends = [by_rounds(kept, i, int(np.argmax(source.tokens(i)[1])) - 1) for i in range(len(source.ids))]
+    return 1 + sum(total for _, total in ends) / sum(rounds for rounds, _ in ends)
+
+
 @pytest.mark.parametrize("draft_vocab", [V, 12, 1])
 @pytest.mark.parametrize("chunk", [256, 3])
 @torch.no_grad()
@@ -111,15 +133,14 @@ def test_every_figure_equals_brute_force(
     every = set(brute.right[0]) & set(brute.right[1]) & set(brute.right[2])
     assert 20 < len(every) < len(brute.right[0])
     joint = [np.mean([np.prod([brute.right[j][at] for j in range(k + 1)]) for at in every]) for k in range(K)]
-    kept = [np.mean([np.prod([brute.accepted[j][at] for j in range(k + 1)]) for at in every]) for k in range(K)]
     before = [at for at in every if brute.right[0][at]]
     assert figures.accuracy_joint == pytest.approx(joint, abs=1e-6)
     assert figures.accuracy[0] == pytest.approx(joint[0], abs=1e-6)
     if before:
         assert figures.accuracy[1] == pytest.approx(np.mean([brute.right[1][at] for at in before]), abs=1e-6)
     assert figures.acceptance == pytest.approx([np.mean(list(a.values())) for a in brute.accepted], abs=1e-5)
-    assert figures.accept_length == pytest.approx(1 + sum(kept), abs=1e-5)
-    assert figures.accept_length_greedy == pytest.approx(1 + sum(joint), abs=1e-6)
+    assert figures.accept_length == pytest.approx(length_by_rounds(brute.accepted, source), abs=1e-5)
+    assert figures.accept_length_greedy == pytest.approx(length_by_rounds(brute.right, source), abs=1e-6)
     assert figures.loss == pytest.approx(np.mean(brute.losses), abs=1e-5)
     assert (figures.positions, figures.samples) == (len(every), 5)
 
@@ -165,7 +186,7 @@ def test_a_drafter_that_says_what_the_verifier_does_is_accepted_for_what_it_can_
     for k in range(K):
         assert figures.acceptance[k] == pytest.approx(float(mass[batch.plan.target[k]].mean()), abs=1e-5)
     assert figures.loss == pytest.approx(0, abs=1e-5)
-    if tokens == V:
+    if tokens == V:  # 24 positions: six rounds of four tokens
         assert figures.accept_length == pytest.approx(K + 1, abs=1e-5)
         assert figures.accept_length_greedy == K + 1
     else:

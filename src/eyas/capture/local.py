@@ -111,6 +111,20 @@ def capture(
     }
 
 
+def goes_on(
+    verifier: Verifier, prepared_dir: Path, output_dir: Path, *, dtype: str = "auto", device: str = "auto"
+) -> bool:
+    """Whether the store `output_dir` is of these very samples, whole or begun: `capture` would go on with it."""
+    if not (output_dir / layout.MANIFEST).exists():
+        return False
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    wanted = _manifest(verifier, read_prepared(prepared_dir), _layers(verifier, None), compute_dtype(dtype, kind))
+    try:
+        return not Manifest.load(output_dir).differences(wanted)
+    except EyasError:
+        return False
+
+
 class _Run:
     """The loaded verifier with its hooks."""
 

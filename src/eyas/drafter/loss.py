@@ -7,6 +7,8 @@ Both distributions are over the draft vocabulary. p is the verifier's, q the dra
     tv          sum |p - q| / 2               = 1 - acceptance rate of speculative sampling
     lk          -log sum min(p, q)            likelihood of acceptance
 
+Beside it, weighted, may stand the distance of the drafter's output from the verifier's last state (`state_loss`).
+
 Gradients are written out by hand, so that a chunk of rows is projected, compared and differentiated while its logits
 are in cache: no [M, Vd] tensor outlives its chunk. The verifier's probabilities are made once for all TTT steps.
 Softmax and losses run in fp32, products in the dtype of the inputs.
@@ -113,6 +115,18 @@ class _HeadLoss(torch.autograd.Function):
             None,
             None,
         )
+
+
+def state_loss(hidden: Tensor, last: Tensor, target: Tensor) -> Tensor:
+    """Summed relative squared distance |d - t|^2 / |t|^2 of M drafter outputs d from the verifier's last states t.
+
+    hidden: [M, H], after the drafter's norm; last: [R, H], after the verifier's; target: [M] int64, rows of last.
+    A state says more than the distribution that the head makes of it, which helps where data is scarce: the feature
+    regression of the first EAGLE (paper: "Rethinking Feature Uncertainty"), here beside the loss on distributions.
+    """
+    goal = wide(last.index_select(0, target))
+    away = (wide(hidden) - goal).square().sum(-1)
+    return (away / goal.square().sum(-1).clamp_min(TINY)).sum()
 
 
 def row_loss(p: Tensor, logits: Tensor, entropy: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ with weights cast once a pass. The embedding is the verifier's, frozen, and no p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,10 +67,25 @@ class Linear(nn.Linear):
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__(fan_in, fan_out, bias=False)
+        self.cast: Tensor | None = None  # the weight in the compute dtype, for the length of a pass (`cast_once`)
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., in] -> [.., out]."""
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype) if self.cast is None else self.cast)
+
+
+@contextmanager
+def cast_once(modules: tuple[nn.Module, ...], dtype: torch.dtype) -> Iterator[None]:
+    """Cast every weight once for all the TTT steps inside. Gradients of the steps then add up in `dtype`, as they do
+    under torch's autocast; each optimiser step starts from them in the master's fp32."""
+    linears = [m for part in modules for m in part.modules() if isinstance(m, Linear) and m.weight.dtype != dtype]
+    for module in linears:
+        module.cast = module.weight.to(dtype)
+    try:
+        yield
+    finally:
+        for module in linears:
+            module.cast = None
 
 
 class Attention(nn.Module):
@@ -143,6 +160,13 @@ class Drafter(nn.Module):
         self.register_buffer("embedding", embedding, persistent=False)
         self._rotary: Any = None
 
+    def for_inference(self, dtype: torch.dtype) -> Drafter:
+        """The weights of all products in `dtype` for good, and no gradients: for decoding. Returns itself."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
+        return self.requires_grad_(False).eval()
+
     def embed(self, token: Tensor, dtype: torch.dtype) -> Tensor:
         """Token ids [..] -> [.., H]."""
         return F.embedding(token, self.embedding).to(dtype)
@@ -161,6 +185,10 @@ class Drafter(nn.Module):
         plan: from `make_plan`, on the device; states: [T, 3 Ht], the verifier's low, middle and high state at the
         plan's key rows, in the compute dtype.
         """
+        with cast_once((self.fc, self.midlayer), states.dtype):
+            return self._steps(plan, states)
+
+    def _steps(self, plan: Plan, states: Tensor) -> list[Tensor]:
         layer, attention, dtype = self.midlayer, self.midlayer.self_attn, states.dtype
         hidden = self.fc(states)  # [T, H]
         mixed = layer.mix(self.embed(plan.key_token, dtype), hidden)  # [T, 2H]

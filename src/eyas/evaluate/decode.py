@@ -2,8 +2,8 @@
 
 Greedy and lossless: a draft is kept while it is the verifier's own first choice, so the output is what the verifier
 writes alone. Prompts are decoded in batches. Rows accept different numbers of drafts, so nothing is cut from the
-caches: rejected positions stay in them and are masked out, and every row has its own positions. That needs full
-attention in the verifier, which is checked.
+caches at once: rejected positions are masked out, every row has its own positions, and when a third of the verifier's
+cache is holes it is closed up. That needs full attention in the verifier, which is checked.
 
 Alignment (the contract): the verifier has seen x[0..n-1], its states g[0..n-1] are known and so is x[n]. The drafter
 reads the pairs (x[p+1], g[p]) up to p = n - 1 and drafts x[n+1]; each further draft reads the last draft and the
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from eyas.drafter.model import Drafter, rotate
 from eyas.errors import EyasError
+
+HOLES = 1.5  # cached positions for one that counts, from which on a cache is closed up
 
 
 @dataclass
@@ -153,6 +155,19 @@ class VerifierRows:
     def keep(self, valid: Tensor) -> None:
         """Say which of the last q positions count, [B, q]: the others are masked from now on."""
         self.mask[:, -valid.shape[1] :] = valid.long()
+        if self.mask.shape[1] > HOLES * int(self.mask.sum(1).max()):
+            self._close_holes()
+
+    def _close_holes(self) -> None:
+        """Move every row's positions that count to the front of the cache, and drop what lies behind the longest."""
+        counts = self.mask.sum(1)
+        width = int(counts.max())
+        order = self.mask.argsort(dim=1, descending=True, stable=True)[:, :width]  # [B, width]
+        for layer in self.cache.layers:
+            index = order[:, None, :, None].to(layer.keys.device)
+            layer.keys = layer.keys.gather(2, index.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]))
+            layer.values = layer.values.gather(2, index.expand(-1, layer.values.shape[1], -1, layer.values.shape[3]))
+        self.mask = (torch.arange(width, device=counts.device) < counts[:, None]).long()
 
 
 def check_full_attention(config: Any, tokens: int) -> None:

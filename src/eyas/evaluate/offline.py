@@ -7,11 +7,11 @@ is the chance that speculative sampling at temperature 1 accepts the draft.
     joint_k         share of positions where c_0..c_k all hold
     conditional_k   share of those with c_0..c_{k-1} where c_k holds too = joint_k / joint_{k-1}
     acceptance_k    mean of a_k
-    accept_length          1 + sum_k mean(a_0 ... a_k), at temperature 1
-    accept_length_greedy   1 + sum_k joint_k
+    accept_length          expected tokens per round at temperature 1, from the a_k (`evaluate.rounds`)
+    accept_length_greedy   the same for greedy decoding, from the c_k
 
-The products are taken at each position before they are averaged: acceptances of neighbouring steps go together, and
-the product of their means would tell too little. Joint figures and both lengths use positions that all K steps train.
+Joint and conditional figures use positions that all K steps train. They are means over positions, as other trainers
+give them; the lengths are means over rounds, as engines count them. 1 + sum_k joint_k, the usual figure, is larger.
 
 Cost: one pass of the drafter and one product with the verifier's whole head, in chunks of `CHUNK` rows.
 """
@@ -28,6 +28,7 @@ from torch import Tensor
 from eyas.drafter.loss import head_loss, verifier_side
 from eyas.drafter.model import Drafter
 from eyas.drafter.plan import Plan
+from eyas.evaluate.rounds import accept_length, beginnings
 from eyas.train.batches import Batch
 
 CHUNK = 256  # rows of full-vocabulary logits at a time
@@ -76,6 +77,7 @@ def evaluate(
     device = verifier.head.device
     right: list[list[Tensor]] = [[] for _ in range(steps)]  # per step, 0/1 per query, -1 where not trained
     accept: list[list[Tensor]] = [[] for _ in range(steps)]
+    begins: list[Tensor] = []
     losses, samples = [], 0
     draft_head = verifier.draft_head()
     head = drafter.lm_head.weight.to(dtype)
@@ -83,6 +85,7 @@ def evaluate(
         plan = batch.plan.to(device)
         last = verifier.norm(batch.last.to(device)).to(dtype)
         samples += len(batch.samples)
+        begins.append(beginnings(plan))
         outputs = drafter(plan, batch.states.to(device, dtype))
         side = verifier_side(last, draft_head)
         first_choice, log_scale = _full_vocabulary(last, verifier)
@@ -94,7 +97,7 @@ def evaluate(
             c, a = _compare(hidden, head, side.p, first_choice, log_scale, verifier.draft_ids, plan.target[k])
             right[k].append(_scatter(c, plan, k))
             accept[k].append(_scatter(a, plan, k))
-    return _figures(right, accept, losses, samples)
+    return _figures(right, accept, torch.cat(begins) if begins else None, losses, samples)
 
 
 def _full_vocabulary(last: Tensor, verifier: VerifierHead) -> tuple[Tensor, Tensor]:
@@ -134,10 +137,14 @@ def _scatter(values: Tensor, plan: Plan, step: int) -> Tensor:
 
 
 def _figures(
-    right: list[list[Tensor]], accept: list[list[Tensor]], losses: list[tuple[float, int]], samples: int
+    right: list[list[Tensor]],
+    accept: list[list[Tensor]],
+    begins: Tensor | None,
+    losses: list[tuple[float, int]],
+    samples: int,
 ) -> OfflineFigures | None:
     """Reduce per-query values, -1 where a step does not train, to the figures."""
-    if not losses:
+    if not losses or begins is None:
         return None
     c = torch.stack([torch.cat(step) for step in right])  # [K, all queries]
     a = torch.stack([torch.cat(step) for step in accept])
@@ -145,15 +152,14 @@ def _figures(
     if not every.any():
         return None
     joint = c[:, every].cumprod(0).mean(1).tolist()
-    products = a[:, every].cumprod(0).mean(1).tolist()
     before = [1.0, *joint[:-1]]
     return OfflineFigures(
         loss=sum(value for value, _ in losses) / sum(n for _, n in losses),
         accuracy=[j / b if b else 0.0 for j, b in zip(joint, before, strict=True)],
         accuracy_joint=joint,
         acceptance=[float(a[k][a[k] >= 0].mean()) for k in range(len(a))],
-        accept_length=1 + sum(products),
-        accept_length_greedy=1 + sum(joint),
+        accept_length=accept_length(a, begins),
+        accept_length_greedy=accept_length(c, begins),
         positions=int(every.sum()),
         samples=samples,
     )

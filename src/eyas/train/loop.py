@@ -27,7 +27,7 @@ import eyas
 from eyas.config import TrainConfig
 from eyas.device import compute_dtype, pick_device
 from eyas.drafter.checkpoint import config_json, save_checkpoint
-from eyas.drafter.loss import head_loss, verifier_side
+from eyas.drafter.loss import head_loss, state_loss, verifier_side
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.start import start_from_verifier, start_random
 from eyas.errors import EyasError
@@ -196,6 +196,8 @@ class Run:
         for k, out in enumerate(self.drafter(plan, states)):
             hidden = self.drafter.norm(out.index_select(0, plan.trained[k]))
             value, right = head_loss(hidden, head, side, plan.target[k], self.config.loss)
+            if self.config.state_weight:
+                value = value + self.config.state_weight * state_loss(hidden, last, plan.target[k])
             total = total + value * (weights[k] / sum(weights) / max(1, len(hidden)))
             correct.append(right)
             counts.append(len(hidden))
