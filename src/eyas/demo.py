@@ -32,7 +32,7 @@ STAGES = ("verifier", "prepare", "capture", "vocab", "train", "eval", "export")
 MADE = {"prepared", "store", "vocab", "train", "drafter", "summary.json"}  # in the run directory
 MAX_SEQ_LEN = 512
 BATCH_TOKENS = 2048  # of capture: what a layer makes of it stays in a CPU's caches
-DRAFT_VOCABULARY = 6144
+DRAFT_VOCABULARY = 4096
 TRAIN: dict[str, Any] = {
     "epochs": 4,
     "ttt_warmup_epochs": 2,
@@ -47,9 +47,9 @@ TRAIN: dict[str, Any] = {
     "num_workers": 2,
 }
 EVAL: dict[str, Any] = {
-    "prompts": 64,
+    "prompts": 48,
     "max_new_tokens": 96,
-    "batch_size": 64,
+    "batch_size": 16,
     "draft_tokens": 3,
     "dtype": "fp32",
     "stream_dtype": "auto",
