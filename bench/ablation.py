@@ -31,6 +31,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "equal-steps": {"step_weight_decay": 1.0},
     "dropout": {"dropout": 0.1},
     "loss-lk": {"loss": "lk"},
+    "no-states": {"state_weight": 0.0},
+    "states-4": {"state_weight": 4.0},
 }
 
 

@@ -47,7 +47,7 @@ TRAIN: dict[str, Any] = {
     "num_workers": 2,
 }
 EVAL: dict[str, Any] = {
-    "prompts": 48,
+    "prompts": 32,
     "max_new_tokens": 96,
     "batch_size": 16,
     "draft_tokens": 3,

@@ -120,7 +120,7 @@ def test_one_fixed_batch_of_the_demos_data_is_learnt_by_heart(trained: Trained) 
     for group in run.optimiser.param_groups:
         group["lr"] = 1e-3
     losses = []
-    for _ in range(60):
+    for _ in range(100):
         loss, correct, counts = run.loss(batch, noise=False)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(run.drafter.parameters(), 1.0)
