@@ -25,8 +25,8 @@ pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).parents[2]
 CONVERSATIONS = ROOT / "demo" / "conversations.jsonl"
-TRAINED = slice(0, None, 6)  # 180 conversations of all kinds
-HELD_OUT = slice(5, None, 90)  # 12 others
+TRAINED = slice(0, None, 8)  # 168 conversations of all kinds
+HELD_OUT = slice(5, None, 112)  # 12 others
 DRAFT_TOKENS = 3
 MAX_TOKENS = 64
 Note = Callable[[str], None]
