@@ -92,9 +92,49 @@ SCENES = words(
 JOBS = words("nurse, teacher, plumber, baker, pilot, lawyer, farmer, chef, designer, driver")
 
 
+# What is asked of every word of a list, kind by kind.
+ASKED: dict[str, list[tuple[list[str], list[str]]]] = {
+    "explain": [
+        (
+            TOPICS,
+            [
+                "Explain {} to a child.",
+                "Explain {} in simple words.",
+                "What should everyone know about {}?",
+                "Give a short introduction to {}.",
+                "Why is it important to understand {}?",
+            ],
+        )
+    ],
+    "fact": [
+        (
+            PLACES,
+            [
+                "What is {} famous for?",
+                "Tell me about the food of {}.",
+                "Tell me about the history of {}.",
+                "What is the geography of {} like?",
+            ],
+        ),
+        (ANIMALS, ["What do {} eat?", "Where do {} live?", "Tell me three facts about {}."]),
+    ],
+    "advice": [
+        (
+            GOALS,
+            [
+                "How can I {}?",
+                "Give me some tips to {}.",
+                "I want to {}. Where should I start?",
+                "What is the best way to {}?",
+            ],
+        )
+    ],
+}
+
+
 def prompts(kind: str, draw: random.Random) -> list[str]:
     """Every prompt that the patterns of a kind make, in a seeded order."""
-    made: list[str] = []
+    made = [each.format(word) for asked, patterns in ASKED.get(kind, ()) for word in asked for each in patterns]
     if kind == "math":
         for name, item in itertools.product(NAMES, ITEMS):
             a, b, c = draw.randint(6, 60), draw.randint(2, 9), draw.randint(2, 12)
@@ -107,33 +147,6 @@ def prompts(kind: str, draw: random.Random) -> list[str]:
             ]
         for a, b in itertools.product(range(12, 60, 7), range(3, 30, 5)):
             made += [f"What is {a} plus {b}?", f"What is {a} times {b}?", f"What is {a} minus {b}? Explain each step."]
-    if kind == "explain":
-        for topic in TOPICS:
-            made += [
-                f"Explain {topic} to a child.",
-                f"Explain {topic} in simple words.",
-                f"What should everyone know about {topic}?",
-                f"Give a short introduction to {topic}.",
-                f"Why is it important to understand {topic}?",
-            ]
-    if kind == "fact":
-        for place in PLACES:
-            made += [
-                f"What is {place} famous for?",
-                f"Tell me about the food of {place}.",
-                f"Tell me about the history of {place}.",
-                f"What is the geography of {place} like?",
-            ]
-        for animal in ANIMALS:
-            made += [f"What do {animal} eat?", f"Where do {animal} live?", f"Tell me three facts about {animal}."]
-    if kind == "advice":
-        for goal in GOALS:
-            made += [
-                f"How can I {goal}?",
-                f"Give me some tips to {goal}.",
-                f"I want to {goal}. Where should I start?",
-                f"What is the best way to {goal}?",
-            ]
     if kind == "compare":
         for pair in PAIRS:
             made += [

@@ -31,7 +31,7 @@ import xxhash
 from torch import Tensor, nn
 
 from eyas import __version__
-from eyas.device import compute_dtype
+from eyas.device import compute_dtype, pick_device
 from eyas.errors import EyasError
 from eyas.prepare import Prepared, read_prepared
 from eyas.store import layout
@@ -111,14 +111,12 @@ def capture(
     }
 
 
-def goes_on(
-    verifier: Verifier, prepared_dir: Path, output_dir: Path, *, dtype: str = "auto", device: str = "auto"
-) -> bool:
+def goes_on(verifier: Verifier, prepared_dir: Path, output_dir: Path) -> bool:
     """Whether the store `output_dir` is of these very samples, whole or begun: `capture` would go on with it."""
     if not (output_dir / layout.MANIFEST).exists():
         return False
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    wanted = _manifest(verifier, read_prepared(prepared_dir), _layers(verifier, None), compute_dtype(dtype, kind))
+    dtype = compute_dtype(device=pick_device())
+    wanted = _manifest(verifier, read_prepared(prepared_dir), _layers(verifier, None), dtype)
     try:
         return not Manifest.load(output_dir).differences(wanted)
     except EyasError:

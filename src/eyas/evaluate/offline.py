@@ -97,7 +97,7 @@ def evaluate(
             c, a = _compare(hidden, head, side.p, first_choice, log_scale, verifier.draft_ids, plan.target[k])
             right[k].append(_scatter(c, plan, k))
             accept[k].append(_scatter(a, plan, k))
-    return _figures(right, accept, torch.cat(begins) if begins else None, losses, samples)
+    return _figures(right, accept, begins, losses, samples)
 
 
 def _full_vocabulary(last: Tensor, verifier: VerifierHead) -> tuple[Tensor, Tensor]:
@@ -139,15 +139,16 @@ def _scatter(values: Tensor, plan: Plan, step: int) -> Tensor:
 def _figures(
     right: list[list[Tensor]],
     accept: list[list[Tensor]],
-    begins: Tensor | None,
+    begins: list[Tensor],
     losses: list[tuple[float, int]],
     samples: int,
 ) -> OfflineFigures | None:
     """Reduce per-query values, -1 where a step does not train, to the figures."""
-    if not losses or begins is None:
+    if not losses:
         return None
     c = torch.stack([torch.cat(step) for step in right])  # [K, all queries]
     a = torch.stack([torch.cat(step) for step in accept])
+    first = torch.cat(begins)
     every = (c >= 0).all(0)  # trained at all K steps
     if not every.any():
         return None
@@ -158,8 +159,8 @@ def _figures(
         accuracy=[j / b if b else 0.0 for j, b in zip(joint, before, strict=True)],
         accuracy_joint=joint,
         acceptance=[float(a[k][a[k] >= 0].mean()) for k in range(len(a))],
-        accept_length=accept_length(a, begins),
-        accept_length_greedy=accept_length(c, begins),
+        accept_length=accept_length(a, first),
+        accept_length_greedy=accept_length(c, first),
         positions=int(every.sum()),
         samples=samples,
     )
