@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ def lock(tmp_path: Path) -> str:
     return str(tmp_path / "data.arrow.lock")
 
 
+@pytest.fixture(params=["all CPUs", "one CPU"])
+def cpus(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On one CPU the waiter is driven off it by the very look at his opening."""
+    before = os.sched_getaffinity(0)
+    if request.param == "one CPU":
+        os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.usefixtures("cpus")
 def test_the_holder_of_a_polled_flock_is_named_though_the_waiter_has_nothing_open(lock: str, tmp_path: Path) -> None:
     other = tmp_path / "elsewhere"
     other.mkdir()

@@ -2047,6 +2047,45 @@ def lock_owner(path: str, size: int) -> "dict | None":
     return {"pid": pid, "host": host or None, "alive": os.path.exists("/proc/%d" % pid) if here else None}
 
 
+class Turns(object):
+    """The waking turns of a main thread, from one nap to the next, and the files that were opened in each.
+
+    A turn is counted by the nap that ends it (a voluntary switch), not by its slices of a CPU: whoever is driven off
+    the CPU in the middle of a turn, by us for example when his opening wakes us, gets a second slice, in which he
+    opens nothing.
+    """
+
+    def __init__(self, pid: int):
+        self.base, self.awake = "/proc/%d/task/%d/" % (pid, pid), False
+        self.slices, self.naps = self._slices(), self._naps()
+        self.first, self.opened = self.naps, {}  # type: int, dict
+
+    def look(self, marks: "set[int]") -> None:
+        slices = self._slices()
+        if slices == self.slices and not self.awake:
+            return
+        naps, begun = self._naps(), self.naps
+        self.awake = naps == begun  # ran, and has not gone to sleep again
+        for turn in range(begun, max(naps, begun + 1)):
+            self.opened.setdefault(turn, set()).update(marks)
+        self.slices, self.naps = slices, naps
+
+    def wakes(self) -> int:
+        """Turns seen from their beginning to their end."""
+        return sum(self.first <= turn < self.naps for turn in self.opened)
+
+    def matched(self, mark: "int | None") -> int:
+        return sum(mark in marks for turn, marks in self.opened.items() if self.first <= turn < self.naps)
+
+    def _slices(self) -> int:
+        times = schedstat(self.base + "schedstat")
+        return times[2] if times else 0
+
+    def _naps(self) -> int:
+        found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", text(self.base + "status", 8192) or "", re.M)
+        return int(found.group(1)) if found else 0
+
+
 class LockHunt(object):
     """Which lock file do these processes wait for, and who has it? For locks that are tried again and again with naps
     between: such a file is closed while its waiter sleeps, so no look at descriptors shows it.
@@ -2131,7 +2170,7 @@ class LockHunt(object):
             mark = libc().inotify_add_watch(watch, os.fsencode(self.reach(path)), 0x20) if watch >= 0 else -1  # IN_OPEN
             if mark >= 0:
                 marks[mark] = entry
-        wakes, last = dict.fromkeys(self.nappers, 0), {p: self._slices(p) for p in self.nappers}
+        turns_of = {p: Turns(p) for p in self.nappers}
         began, turns, busy = time.monotonic(), 0, 0
         poller = select.poll()
         if watch >= 0:
@@ -2151,23 +2190,17 @@ class LockHunt(object):
                     marks[mark]["opens"] += 1
                     opened.add(mark)
             turns, busy = turns + 1, busy + bool(opened)
-            for pid in self.nappers:
-                now = self._slices(pid)
-                woke, last[pid] = now - last[pid], now
-                wakes[pid] += woke
-                for mark in opened if woke else ():
-                    marks[mark]["matched"][pid] = marks[mark]["matched"].get(pid, 0) + woke
+            for turn in turns_of.values():
+                turn.look(opened)
         if watch >= 0:
             os.close(watch)
         span = round(time.monotonic() - began, 3)
+        mark_of = {id(entry): mark for mark, entry in marks.items()}
+        wakes = {pid: turn.wakes() for pid, turn in turns_of.items()}
         for entry in seen:
-            entry.update(watch_s=span, busy=round(busy / float(turns or 1), 3), wakes=wakes)
+            entry.update(watch_s=span, busy=round(busy / float(turns or 1), 3), wakes=wakes,
+                         matched={pid: turn.matched(mark_of.get(id(entry))) for pid, turn in turns_of.items()})
         return [dict(entry) for entry in seen]
-
-    @staticmethod
-    def _slices(pid: int) -> int:
-        times = schedstat("/proc/%d/task/%d/schedstat" % (pid, pid))
-        return times[2] if times else 0
 
     def _openers(self, budget: float) -> "list[dict]":
         """Processes that have a candidate open, whatever they call it; the last answer counts those not looked into."""
