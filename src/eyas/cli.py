@@ -137,6 +137,9 @@ def train(
     ] = None,
     val_ratio: Annotated[float | None, typer.Option(help="Share of samples kept for validation [0.1]")] = None,
     num_workers: Annotated[int | None, typer.Option(help="Threads that read [4]")] = None,
+    cache_gb: Annotated[
+        str | None, typer.Option(help="Page cache to count on, GB: a fixed part of the data stays in it [auto]")
+    ] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Drafter's MLP [the verifier's]")] = None,
     num_heads: Annotated[int | None, typer.Option(help="Drafter's heads [the verifier's]")] = None,
     num_kv_heads: Annotated[int | None, typer.Option(help="Drafter's key/value heads [the verifier's]")] = None,
@@ -218,6 +221,48 @@ def export(
         with_embedding=with_embedding,
         trust_remote_code=trust_remote_code,
         say=say,
+    )
+
+
+store_app = typer.Typer(name="store", help="Look at stores of states, and put them together.", no_args_is_help=True)
+app.add_typer(store_app)
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of words")]
+
+
+@store_app.command(name="info")
+def store_info(
+    data: Annotated[Path, typer.Argument(help="A store, or a folder of data_*.pt files")], as_json: JsonOption = False
+) -> None:
+    """Sizes, lengths and trained share, from the index alone."""
+    import json
+
+    from eyas.store.info import describe, info
+
+    told = info(data)
+    say(json.dumps(told, indent=1, ensure_ascii=False) if as_json else describe(told))
+
+
+@store_app.command(name="merge")
+def store_merge(
+    folders: Annotated[list[Path], typer.Argument(help="The stores to merge; they stay as they are")],
+    output_dir: Annotated[Path, typer.Option(help="The merged store; what is there already stays")],
+    as_json: JsonOption = False,
+) -> None:
+    """Many stores of one verifier into one. On one file system no state is copied. Started again, it goes on."""
+    import json
+
+    from eyas.store.info import size
+    from eyas.store.merge import merge
+
+    done = merge(folders, output_dir, (lambda _: None) if as_json else say)
+    if as_json:
+        say(json.dumps(done.to_dict(), indent=1, ensure_ascii=False))
+        return
+    for name, why in done.damaged:
+        say(f"left out {name}: {why}")
+    say(
+        f"{output_dir}: {done.samples:,} samples, {done.added:,} added · {done.duplicates:,} were there already "
+        f"({done.differing:,} of them with other states) · {size(done.linked)} linked, {size(done.copied)} copied"
     )
 
 

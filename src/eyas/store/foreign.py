@@ -29,7 +29,8 @@ import xxhash
 
 from eyas.errors import EyasError
 from eyas.files import write_whole
-from eyas.store.layout import Manifest
+from eyas.store.layout import Manifest, needs_tokens
+from eyas.store.reads import Extent
 from eyas.verifier import Verifier, VerifierConfig, first_line
 
 INDEX = ".eyas-index.safetensors"
@@ -81,6 +82,7 @@ class FoundingSource:
         self.lengths = index.lengths[keep]
         self.trained = index.trained[keep]
         self._itemsizes = index.itemsizes[keep]
+        self.needs = np.array([needs_tokens(self.tokens(i)[1]) for i in range(len(keep))], dtype=np.int64)
         self.manifest = self._describe(width, verifier)
 
     def _describe(self, width: int, verifier: VerifierConfig | None) -> Manifest:
@@ -145,6 +147,15 @@ class FoundingSource:
         except Exception as error:  # the file was whole when indexed, so whatever this is has to be seen
             raise EyasError(f"{self.path / self.ids[i]} cannot be read any more: {first_line(error)}") from None
         return out
+
+    def extents(
+        self,
+        i: int,  # noqa: ARG002
+        start: int = 0,  # noqa: ARG002
+        stop: int | None = None,  # noqa: ARG002
+        layers: Sequence[int] | None = None,
+    ) -> list[Extent] | None:
+        return None
 
     def nbytes(self, i: int) -> int:
         return STATES * int(self.lengths[i]) * self.manifest.hidden_size * int(self._itemsizes[i])

@@ -10,18 +10,23 @@ so writers need no locks. A shard is an ordinary safetensors file: one tensor [T
 multiple of 4 KiB (direct I/O needs that), the gaps filled by `pad.N` tensors because safetensors allows no holes.
 
 Cost: about 400 bytes of journal per sample, 5 bytes per token in the tokens file, at most 4 KiB of padding per layer
-and sample, 1 MiB of reserved header per shard. Loading the index of 100,000 samples parses 40 MB of JSON (under 1 s).
+and sample, 1 MiB of reserved header per shard. A journal of 100,000 samples is 40 MB of JSON: index.py keeps what it
+says as arrays.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from eyas.errors import EyasError
@@ -32,6 +37,7 @@ PAGE = 4096
 MANIFEST = "manifest.json"
 OPEN_SUFFIX = ".part"
 BYTES_PER_TOKEN = 5  # in the tokens file: int32 id, uint8 mask
+NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)  # a file system that cannot
 _SAFETENSORS_DTYPES = {"bfloat16": ("BF16", 2)}
 
 
@@ -67,11 +73,25 @@ class Manifest:
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "created"]
         return [f"{name} {mine}, not {theirs}" for name, mine, theirs in pairs if mine != theirs]
 
-    def save(self, folder: Path) -> None:
-        """Write `manifest.json` whole or not at all. Raises OSError."""
+    def create(self, folder: Path) -> None:
+        """Write `manifest.json`, whole, unless somebody else has: of writers that begin at once one wins.
+
+        Raises OSError.
+        """
         content = {**asdict(self), "layers": list(self.layers)}
         text = json.dumps({**content, "check": _digest_of(content)}, indent=1, ensure_ascii=False)
-        write_whole(folder / MANIFEST, text.encode() + b"\n")
+        side = folder / f".{MANIFEST}.{secrets.token_hex(8)}"
+        try:
+            write_whole(side, text.encode() + b"\n")
+            os.link(side, folder / MANIFEST)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in NO_LINKS or (folder / MANIFEST).exists():
+                raise
+            side.rename(folder / MANIFEST)
+        finally:
+            side.unlink(missing_ok=True)
         sync_folder(folder)
 
     @staticmethod
@@ -118,6 +138,7 @@ class Record(NamedTuple):
     parts: tuple[Part, ...]  # one per layer of the manifest
     text_offset: int  # of this sample in the tokens file
     text_xxh3: str
+    needs: int  # of its first tokens that it takes to train anything, `needs_tokens` of its mask
 
     @property
     def end(self) -> int:
@@ -151,9 +172,13 @@ class Journal(NamedTuple):
 def read_journal(path: Path) -> Journal:
     """Every good line of a journal, and the others by name. Raises EyasError when it cannot be read at all."""
     try:
-        data = path.read_bytes()
+        return parse_journal(path.name, path.read_bytes())
     except OSError as error:
         raise EyasError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse_journal(name: str, data: bytes) -> Journal:
+    """`read_journal` of the bytes of a journal of this name."""
     records: list[Record] = []
     broken: list[tuple[str, str]] = []
     position = good_bytes = 0
@@ -166,9 +191,9 @@ def read_journal(path: Path) -> Journal:
             records.append(record)
             good_bytes = position
         elif position > len(data):
-            broken.append((f"{path.name} line {number}", "is unfinished: its writer is at work, or was stopped"))
+            broken.append((f"{name} line {number}", "is unfinished: its writer is at work, or was stopped"))
         else:
-            broken.append((f"{path.name} line {number}", "does not match its own checksum"))
+            broken.append((f"{name} line {number}", "does not match its own checksum"))
     return Journal(records, broken, good_bytes)
 
 
@@ -179,8 +204,30 @@ def _parse(line: bytes) -> Record | None:
     m = json.loads(line)
     parts = tuple(Part(*p) for p in m["parts"])
     return Record(
-        m["n"], m["id"], m["shard"], m["tokens"], m["trained"], m["dtype"], parts, m["text_offset"], m["text_xxh3"]
+        m["n"],
+        m["id"],
+        m["shard"],
+        m["tokens"],
+        m["trained"],
+        m["dtype"],
+        parts,
+        m["text_offset"],
+        m["text_xxh3"],
+        m.get("needs", UNKNOWN),
     )
+
+
+UNKNOWN = -1  # the first stores do not say what a sample needs: its mask does
+
+
+def needs_tokens(loss_mask: npt.NDArray[Any]) -> int:
+    """How many of a sample's first tokens it takes to train anything; 0 where nothing ever is. loss_mask: [T].
+
+    The first step trains where two neighbouring tokens behind the first one are marked (docs/eagle3.md).
+    """
+    marked = np.asarray(loss_mask, dtype=np.bool_)
+    first = np.flatnonzero(marked[1:-1] & marked[2:])[:1]
+    return int(first[0]) + 3 if len(first) else 0
 
 
 def journals(folder: Path) -> list[Path]:

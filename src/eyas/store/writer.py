@@ -11,6 +11,7 @@ Cost: states go from the caller's memory to the kernel in one pwritev per sample
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -92,17 +93,19 @@ class StoreWriter:
     # Opening and resuming
 
     def _check_manifest(self) -> None:
-        if (self.path / layout.MANIFEST).exists():
-            differences = Manifest.load(self.path).differences(self.manifest)
-            if differences:
+        if not (self.path / layout.MANIFEST).exists():
+            # Another writer may have begun between the two looks; its journal comes after its manifest.
+            if layout.journals(self.path) and not (self.path / layout.MANIFEST).exists():
                 raise EyasError(
-                    f"{self.path} holds states of another run ({'; '.join(differences)}): name another folder"
-                    " or delete that one"
+                    f"{self.path} has journals but no {layout.MANIFEST}: restore it, or name another folder"
                 )
-        elif layout.journals(self.path):
-            raise EyasError(f"{self.path} has journals but no {layout.MANIFEST}: restore it, or name another folder")
-        else:
-            self.manifest.save(self.path)
+            self.manifest.create(self.path)
+        differences = Manifest.load(self.path).differences(self.manifest)
+        if differences:
+            raise EyasError(
+                f"{self.path} holds states of another run ({'; '.join(differences)}): name another folder"
+                " or delete that one"
+            )
 
     def _open(self, path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -114,6 +117,9 @@ class StoreWriter:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise EyasError(f"{self.path} is being written by another process: wait for it, or stop it") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a file system without locks
+                raise
 
     def _resume(self) -> None:
         """Cut journal, tokens and open shard back to what the journal says, and take over the open shard."""
@@ -186,7 +192,7 @@ class StoreWriter:
             text_xxh3 = xxhash.xxh3_64_hexdigest(ids.tobytes() + mask.tobytes())
             record = Record(
                 self._next, id, self._shard_name, tokens, int(mask.sum()), "bfloat16", tuple(parts),
-                self._text_end, text_xxh3,
+                self._text_end, text_xxh3, layout.needs_tokens(mask),
             )  # fmt: skip
             self._pending.append(record)
             self._pending_ids.add(id)
@@ -212,6 +218,8 @@ class StoreWriter:
             return
         with self._disk():
             assert self._shard is not None
+            if not (self.path / layout.MANIFEST).exists():  # a writer that began with this one, and failed, took it
+                self.manifest.create(self.path)
             self._sync(self._shard)
             self._sync(self._text)
             lines = b"".join(r.line() for r in self._pending)

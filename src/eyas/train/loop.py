@@ -34,6 +34,7 @@ from eyas.errors import EyasError
 from eyas.evaluate.offline import OfflineFigures, VerifierHead, evaluate
 from eyas.files import write_json, write_whole
 from eyas.store.reader import Source, open_source
+from eyas.store.readpath import ReadPath
 from eyas.train.batches import Batch, Loader, epoch_order, pack, split_source
 from eyas.train.optim import learning_rate, make_optimiser
 from eyas.train.status import Status
@@ -54,6 +55,7 @@ class Run:
         self.dtype = compute_dtype(config.dtype, self.device)
         self.verifier = Verifier(config.verifier_path, trust_remote_code=config.trust_remote_code)
         self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, say)
+        self.reads = ReadPath(self.source, cache_gb=config.cache_gb, register=self.device.type == "cuda", say=say)
         self.vocab = self._vocab()
         self.train_samples, self.val_samples = self._split()
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
@@ -124,7 +126,7 @@ class Run:
         with Status(self.say) as status:
             for epoch, packs in enumerate(self.epochs):
                 steps = 1 if epoch < c.ttt_warmup_epochs else c.ttt_steps
-                loader = Loader(self.source, packs, steps, c.max_seq_len, c.num_workers)
+                loader = Loader(self.reads, packs, steps, c.max_seq_len, c.num_workers, device=self.device)
                 meter = Meter(loader)
                 status.phase = "waiting for data"
                 for batch in loader:
@@ -251,7 +253,8 @@ class Run:
     def validate(self) -> OfflineFigures | None:
         """Figures on the validation split; None without one."""
         packs = pack(self.val_samples, self.source.lengths, self.batch_tokens, self.config.max_seq_len)
-        loader = Loader(self.source, packs, self.config.ttt_steps, self.config.max_seq_len, self.config.num_workers)
+        c = self.config
+        loader = Loader(self.reads, packs, c.ttt_steps, c.max_seq_len, c.num_workers, device=self.device)
         self.drafter.eval()
         figures = evaluate(self.drafter, self.head, loader, self.config.ttt_steps, self.dtype)
         self.drafter.train()
