@@ -153,7 +153,7 @@ class FoundingSource:
         i: int,  # noqa: ARG002
         start: int = 0,  # noqa: ARG002
         stop: int | None = None,  # noqa: ARG002
-        layers: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,  # noqa: ARG002
     ) -> list[Extent] | None:
         return None
 

@@ -136,8 +136,10 @@ class StoreSource:
             name = index.shards[index.shard[i]]
             wrong.setdefault(i, f"{name} is missing" if have[i] < 0 else f"{name} is truncated at byte {have[i]}")
         if len(text):
-            for i in np.flatnonzero(text[index.writer] < index.text_offset + index.tokens * layout.BYTES_PER_TOKEN):
-                wrong.setdefault(int(i), "its tokens file is truncated")
+            for i in np.flatnonzero(
+                text[index.writer] < index.text_offset + index.tokens * layout.BYTES_PER_TOKEN
+            ).tolist():
+                wrong.setdefault(i, "its tokens file is truncated")
         seen: set[str] = set()
         for i in np.flatnonzero(index.again).tolist():
             if index.ids[i] in seen:

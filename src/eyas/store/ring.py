@@ -42,13 +42,13 @@ def _register(address: int, nbytes: int) -> bool:
     """Lock memory for the device; False where CUDA refuses (a limit on locked memory): copies then go the slow way."""
     import torch
 
-    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0
+    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0  # type: ignore[no-untyped-call]
 
 
 def _unregister(address: int) -> None:
     import torch
 
-    torch.cuda.cudart().cudaHostUnregister(address)
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class Ring:

@@ -25,7 +25,7 @@ class Uploader:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="eyas-upload")
 
     def submit(self, read: Future[Pack]) -> Future[Batch]:
