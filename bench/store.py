@@ -45,7 +45,7 @@ T, H, STATES = 2048, 7168, 4
 SAMPLE = T * H * STATES * 2
 THREADS = 4
 RAW_CALL = 32 << 20
-PER_TURN = 4  # samples of one turn
+PER_TURN = 8  # samples of one turn
 STEPS = (0.170, 0.087)
 MANIFEST = Manifest("bench", "", H, 61, 163_840, (2, 30, 58, 61), "before")
 

@@ -77,14 +77,14 @@ def cache_bytes(cache_gb: float | str) -> int:
 
 def kept_samples(source: Source, budget: int) -> npt.NDArray[np.bool_]:
     """[N] which samples the page cache keeps: as many as `budget` bytes hold, the same for every run on this data."""
-    sizes = np.array([source.nbytes(i) for i in range(len(source.ids))], dtype=np.int64)
-    if sizes.sum() <= budget:
-        return np.ones(len(sizes), dtype=np.bool_)
+    kept = np.zeros(len(source.ids), dtype=np.bool_)
     if budget <= 0:
-        return np.zeros(len(sizes), dtype=np.bool_)
+        return kept
+    sizes = np.array([source.nbytes(i) for i in range(len(kept))], dtype=np.int64)
+    if sizes.sum() <= budget:
+        return ~kept
     order = np.argsort(
         np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in source.ids], dtype=np.uint64), kind="stable"
     )
-    kept = np.zeros(len(sizes), dtype=np.bool_)
     kept[order] = np.cumsum(sizes[order]) <= budget
     return kept

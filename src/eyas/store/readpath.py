@@ -51,7 +51,7 @@ class Loaded:
 class ReadPath:
     """How the samples of `source` come into memory. For many threads.
 
-    cache_gb: page cache to count on, in GB, or "auto"; register: buffers that a CUDA device can fetch from;
+    cache_gb: page cache to count on, in GB, or "auto"; device: where batches go, for buffers that CUDA can fetch from;
     memory: bytes for batches read ahead, default by what is available; say: told once where direct I/O is refused.
     """
 
@@ -60,14 +60,14 @@ class ReadPath:
         source: Source,
         *,
         cache_gb: float | str = 0,
-        register: bool = False,
+        device: torch.device | None = None,
         memory: int | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.source = source
         self.memory = ahead_bytes() if memory is None else memory
         self.kept: npt.NDArray[np.bool_] = kept_samples(source, cache_bytes(cache_gb))
-        self.ring = Ring(register)  # what is read
+        self.ring = Ring(device if device is not None and device.type == "cuda" else None)  # what is read
         self.batches = Ring()  # what a step on the CPU takes
         self._files = Files(say)
 

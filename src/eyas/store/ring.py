@@ -11,51 +11,42 @@ memory would be rounded up to a power of two.
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
 import weakref
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 _UNIT = 2 << 20  # sizes of buffers
 
 
 class _Buffer:
-    """Anonymous memory, page-aligned; registered with CUDA where asked."""
+    """Anonymous memory, page-aligned; registered with CUDA for `device` where one is given."""
 
-    def __init__(self, nbytes: int, register: bool) -> None:
+    def __init__(self, nbytes: int, device: torch.device | None) -> None:
         self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.nbytes, self.address = nbytes, 0
         if hasattr(mmap, "MADV_NOHUGEPAGE"):  # direct I/O into huge pages reached 0.6 to 0.96 of what it reaches here
             self.memory.madvise(mmap.MADV_NOHUGEPAGE)
-        if register:
+        if device is not None:
             address = np.frombuffer(self.memory, np.uint8).ctypes.data
-            if _register(address, nbytes):
-                self.address = address
+            with torch.cuda.device(device):
+                # Where CUDA refuses (a limit on locked memory) copies go the slow way, and nothing else changes.
+                if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:  # type: ignore[no-untyped-call]
+                    self.address = address
 
     def __del__(self) -> None:
-        if getattr(self, "address", 0):
-            _unregister(self.address)
-
-
-def _register(address: int, nbytes: int) -> bool:
-    """Lock memory for the device; False where CUDA refuses (a limit on locked memory): copies then go the slow way."""
-    import torch
-
-    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0  # type: ignore[no-untyped-call]
-
-
-def _unregister(address: int) -> None:
-    import torch
-
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        if getattr(self, "address", 0) and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
 
 
 class Ring:
-    """Buffers of one kind. register: with CUDA. For many threads."""
+    """Buffers of one kind. device: the CUDA device that shall fetch from them, or None. For many threads."""
 
-    def __init__(self, register: bool = False) -> None:
-        self._register = register
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._lock = threading.Lock()
         self._free: list[_Buffer] = []
         self._largest = 0
@@ -72,14 +63,9 @@ class Ring:
                 self._free.pop()
             self._largest = max(self._largest, nbytes)
         if buffer is None:
-            buffer = _Buffer(max(1, -(-self._largest // _UNIT)) * _UNIT, self._register)
+            buffer = _Buffer(max(1, -(-self._largest // _UNIT)) * _UNIT, self._device)
             self.made += 1
         lease = np.frombuffer(buffer.memory, np.uint8, nbytes)
         # Views of an array keep the array, not what it was made over, as long as that is no array itself.
         weakref.finalize(lease, self._free.append, buffer).atexit = False
         return lease
-
-    def clear(self) -> None:
-        """Let go of the buffers that nobody uses."""
-        with self._lock:
-            self._free.clear()

@@ -55,7 +55,7 @@ class Run:
         self.dtype = compute_dtype(config.dtype, self.device)
         self.verifier = Verifier(config.verifier_path, trust_remote_code=config.trust_remote_code)
         self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, say)
-        self.reads = ReadPath(self.source, cache_gb=config.cache_gb, register=self.device.type == "cuda", say=say)
+        self.reads = ReadPath(self.source, cache_gb=config.cache_gb, device=self.device, say=say)
         self.vocab = self._vocab()
         self.train_samples, self.val_samples = self._split()
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
