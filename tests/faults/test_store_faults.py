@@ -28,6 +28,7 @@ from eyas.store.merge import merge
 from eyas.store.reader import StoreSource, open_source
 from eyas.store.readpath import ReadPath
 from eyas.store.writer import StoreWriter
+from eyas.train.batches import Loader, epoch_order, pack
 from storekit import LENGTHS, MANIFEST, SMALL, assert_right, files, flip, sample, write
 
 pytestmark = [
@@ -396,3 +397,38 @@ def wide_verifier(folder: Path, tokenizer: Any, width: int) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def test_from_the_second_epoch_on_the_kept_part_needs_no_disk(tmp_path: Path) -> None:
+    """By the kernel's own count of what this process had fetched from the disk."""
+    counter = Path("/proc/self/io")
+    width, count = 1024, 60
+    manifest = Manifest("wide", "", width, 8, 400, (2, 4, 5, 8), "before")
+    with StoreWriter(tmp_path, manifest) as store:
+        for i in range(count):
+            states = torch.randint(0, 1 << 14, (4, 256, width), dtype=torch.int16).view(torch.bfloat16)
+            store.add(f"s{i}", np.arange(256), np.arange(256) > 5, states)
+    for shard in tmp_path.glob("shard-*"):
+        fd = os.open(shard, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    source = open_source(tmp_path)
+    total = sum(source.nbytes(i) for i in range(count))
+    path = ReadPath(source, cache_gb=0.4 * total / 1e9)
+    kept = sum(source.nbytes(i) for i in range(count) if path.kept[i])
+    assert kept == 24 / 60 * total
+
+    def fetched() -> int:
+        (line,) = re.findall(r"^read_bytes: (\d+)", counter.read_text(), re.MULTILINE)
+        return int(line)
+
+    from_disk = []
+    for epoch in range(3):
+        before = fetched()
+        packs = pack(epoch_order(list(range(count)), 0, epoch), source.lengths, 512, 512)
+        assert sum(b.nbytes for b in Loader(path, packs, 3, 512, 4)) == total
+        from_disk.append(fetched() - before)
+    if from_disk[0] == 0:
+        pytest.skip("the file system is in memory")
+    assert from_disk[0] >= total
+    assert from_disk[1:] == [total - kept] * 2

@@ -275,17 +275,17 @@ def test_the_depth_covers_the_slowest_read_within_the_memory(tmp_path: Path) -> 
     loader = Loader(store(tmp_path, [30]), [[0]], 3, 50, 4)
     depth = loader.depth
     depth.memory = 1 << 30
-    assert int(depth) == 5
+    assert depth.packs() == 5
     for took in (0.1, 0.5, 0.1):
         depth.read(took, 100 << 20)
     for _ in range(4):
         depth.step(0.2)
-    assert int(depth) == 10  # 4 x 0.5 s / 0.2 s
+    assert depth.packs() == 10  # 4 x 0.5 s / 0.2 s
     depth.step(0.0)
     depth.memory = 800 << 20
-    assert int(depth) == 8
+    assert depth.packs() == 8
     depth.memory = 0
-    assert int(depth) == 1
+    assert depth.packs() == 1
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

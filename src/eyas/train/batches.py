@@ -211,7 +211,8 @@ class Depth:
         """The consumer worked for so long on a pack."""
         self._steps.append(seconds)
 
-    def __int__(self) -> int:
+    def packs(self) -> int:
+        """The figure, at least 1."""
         step = sum(self._steps) / len(self._steps) if self._steps else 1.0
         wanted = math.ceil(AHEAD_OF_SLOWEST * max(self._took, default=0.0) / max(step, 1e-3))
         return max(1, min(max(wanted, self.threads + 1), self.memory // self._largest))
@@ -262,7 +263,7 @@ class Loader:
         handed = 0.0
         try:
             while True:
-                for samples in itertools.islice(waiting, max(0, int(self.depth) - len(ahead))):
+                for samples in itertools.islice(waiting, max(0, self.depth.packs() - len(ahead))):
                     ahead.append(_UnderWay(samples, pool.submit(self._load, samples)))
                 if uploader is not None:
                     for each in itertools.islice(ahead, uploader.ahead):
