@@ -7,6 +7,7 @@ import json
 import os
 import random
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from eyas.store.readpath import ReadPath
 from eyas.store.reads import Extent, Files, plan_reads, read_tensors
 from eyas.store.ring import Ring
 from eyas.store.writer import StoreWriter
-from eyas.train.batches import Loader, epoch_order, load_batch, pack, shard_packs
+from eyas.train.batches import Batch, Loader, Pack, assemble, epoch_order, load_batch, pack, shard_packs
 
 H = 24
 LAYERS = (2, 4, 5, 8)
@@ -402,3 +403,51 @@ def test_a_journal_that_does_not_say_what_a_sample_needs_is_read_by_its_masks(tm
         lines.append(body + b',"check":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
     (tmp_path / "journal-0.jsonl").write_bytes(b"".join(lines))
     assert open_source(tmp_path).needs.tolist() == source.needs.tolist() == [12, 15]
+
+
+# -- onto a device -----------------------------------------------------------------------------------------------------
+
+
+class HereUploader:
+    """Stands in for CUDA, which the tests' machine lacks: another thread, another copy of the buffer, the order kept."""
+
+    ahead = 2
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="eyas-upload")
+        self.under_way = self.most = 0
+
+    def submit(self, read: Future[Pack]) -> Future[Batch]:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        return self.thread.submit(lambda: assemble(read.result(), read.result().loaded.memory.clone()))
+
+    def hand_over(self, batch: Batch) -> Batch:
+        self.under_way -= 1
+        return batch
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=True, cancel_futures=True)
+
+
+def test_batches_that_go_to_a_device_are_the_same_in_the_same_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, before = store(tmp_path, [20 + i for i in range(10)]), set(threading.enumerate())
+    packs = pack(epoch_order(list(range(10)), 0, 0), source.lengths, 60, 50)
+    expected = list(Loader(source, packs, 3, 50, 3))
+    uploader = HereUploader()
+    monkeypatch.setattr(Loader, "_uploader", lambda _: uploader)
+    found = list(Loader(source, packs, 3, 50, 3, device="cuda"))
+    assert [b.samples for b in found] == packs
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.states, b.states)
+        assert torch.equal(a.last, b.last)
+        assert (a.tokens, a.nbytes) == (b.tokens, b.nbytes)
+    assert uploader.most == 2, "the batch that is handed over and the one behind it"
+    assert set(threading.enumerate()) == before
+    uploader = HereUploader()
+    for _ in Loader(source, packs, 3, 50, 3, device="cuda"):
+        break
+    gc.collect()
+    assert set(threading.enumerate()) == before

@@ -10,6 +10,7 @@ memory would be rounded up to a power of two.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 import threading
@@ -28,8 +29,10 @@ class _Buffer:
     def __init__(self, nbytes: int, device: torch.device | None) -> None:
         self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.nbytes, self.address = nbytes, 0
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):  # direct I/O into huge pages reached 0.6 to 0.96 of what it reaches here
-            self.memory.madvise(mmap.MADV_NOHUGEPAGE)
+        # Direct I/O into pages of 4 KiB is cut into pieces where they do not lie together in the machine's memory: it
+        # reached half of what it reaches into huge pages, at twice the CPU time (bench/RESULTS.md).
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
         if device is not None:
             address = np.frombuffer(self.memory, np.uint8).ctypes.data
             with torch.cuda.device(device):
