@@ -409,7 +409,7 @@ def test_a_journal_that_does_not_say_what_a_sample_needs_is_read_by_its_masks(tm
 
 
 class HereUploader:
-    """Stands in for CUDA, which the tests' machine lacks: another thread, another copy of the buffer, the order kept."""
+    """Stands in for CUDA, which is not here: another thread, another copy of the buffer, the same order."""
 
     ahead = 2
 
