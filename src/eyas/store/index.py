@@ -1,6 +1,6 @@
 """A store's index as arrays: from the journals, or from a copy that is kept beside them.
 
-Parsing a journal costs 10 µs a sample, which is seconds where there are 100,000 and more. So the arrays of a large
+Parsing a journal costs 20 µs a sample, which is seconds where there are 100,000 and more. So the arrays of a large
 store are kept in `.index.safetensors` in its folder (in ~/.cache/eyas where that cannot be written). The copy names
 the length and the xxh3-64 of every journal, and its own: it is used only where all of them match, so a flipped bit in
 a journal is found just as without it. Nothing but speed is lost with it; delete it at any time.
