@@ -209,6 +209,21 @@ def test_a_file_cut_short_after_the_index_was_read_is_named(tmp_path: Path) -> N
         ReadPath(source).load([2], [60])
 
 
+def test_a_read_that_comes_back_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, real, calls = store(tmp_path, [400, 300]), os.preadv, []
+
+    def short(fd: int, buffers: list[Any], offset: int) -> int:
+        calls.append(offset)
+        return real(fd, [buffers[0][: max(PAGE, len(buffers[0]) // 3) // 512 * 512]], offset)
+
+    path = ReadPath(source)
+    monkeypatch.setattr(os, "preadv", short)
+    rows = path.load([0, 1], [400, 300]).states()
+    monkeypatch.setattr(os, "preadv", real)
+    assert len(calls) > 5
+    assert all(torch.equal(torch.stack(list(rows[i])), source.states(i)) for i in (0, 1))
+
+
 def test_a_batch_keeps_its_memory_until_nobody_looks_at_it(tmp_path: Path) -> None:
     source = store(tmp_path, [30] * 6)
     path = ReadPath(source)

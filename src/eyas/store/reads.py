@@ -225,11 +225,10 @@ def _fill(files: Files, extents: Sequence[Extent], call: Call, buffer: memoryvie
                 f"{call.path}: sample {first.sample} at byte {call.start + done} cannot be read: {error.strerror}"
             ) from None
         done += got
-        if got == 0 or (
-            done < need and done % PAGE
-        ):  # direct I/O ends in the middle of a page only where the file does
+        if got == 0 or (done < need and os.fstat(file.fd).st_size <= call.start + done):
             e = next(e for k in call.extents if (e := extents[k]).offset + e.nbytes > call.start + done)
             raise EyasError(f"{call.path} ends before sample {e.sample} (byte {e.offset}) does: restore it")
+        done -= done % PAGE if done < need else 0  # direct I/O goes on at a page
 
 
 def with_scales(extents: Sequence[Extent]) -> list[Extent]:
