@@ -6,6 +6,7 @@ Makes its own data (samples of 2,048 tokens x 4 states x 7,168 in bf16, 117 MB e
 story's .pt files), then:
 
 cold   the read path with checksums against raw O_DIRECT reads of another file, by turns of a fraction of a second
+pages  cold once more with buffers of 4 KiB pages in place of huge ones: what the ring's choice brings on this machine
 warm   the same out of the page cache against memcpy between warm buffers, both with as many threads
 torch  torch.load in a DataLoader with 4 workers, cold and warm, beside the same samples through the read path
 wait   training simulated by steps that sleep 170 and 87 ms: what share of the time the loader lets them wait
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import resource
 import statistics
@@ -318,7 +320,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=100_000, help="of the store whose first batch is timed")
-    parser.add_argument("--only", nargs="*", default=["cold", "warm", "torch", "wait", "first"])
+    parser.add_argument("--only", nargs="*", default=["cold", "pages", "warm", "torch", "wait", "first"])
     parser.add_argument("--first", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.first:
@@ -326,7 +328,7 @@ def main() -> None:
         return
     out = Path("bench/out/store.json")
     told: dict[str, float] = json.loads(out.read_text()) if out.exists() else {}
-    if set(given.only) & {"cold", "warm", "torch", "wait"}:
+    if set(given.only) & {"cold", "pages", "warm", "torch", "wait"}:
         make_data(given.data, max(8, round(given.gb * 1e9 / SAMPLE)))
         source = open_source(given.data / "store")
         assert isinstance(source, StoreSource)
@@ -340,6 +342,11 @@ def main() -> None:
         founding = open_source(given.data / "pt")
         if founding.extents(0) is not None:
             told["pt_in_place_vs_raw"] = bench_paired(founding, raw, given.turns, "reads")["vs_raw"]
+    if "pages" in given.only:
+        huge, mmap.MADV_HUGEPAGE = mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE  # type: ignore[misc]
+        small = bench_paired(source, raw, given.turns, "reads")
+        mmap.MADV_HUGEPAGE = huge  # type: ignore[misc]
+        told.update(small_pages_vs_raw=small["vs_raw"], small_pages_cpu_s_per_gb=small["cpu_s_per_gb"])
     if "warm" in given.only:
         warm = bench_warm(source, given.turns)
         told.update(warm_vs_memcpy=warm["vs_memcpy"], warm_gb_per_s=warm["gb_per_s"])
