@@ -55,7 +55,9 @@ class Run:
         self.dtype = compute_dtype(config.dtype, self.device)
         self.verifier = Verifier(config.verifier_path, trust_remote_code=config.trust_remote_code)
         self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, say)
-        self.reads = ReadPath(self.source, cache_gb=config.cache_gb, device=self.device, say=say)
+        # Filling the cache costs more than reading past it, and one epoch never comes back to it.
+        cache_gb = 0 if config.epochs == 1 and config.cache_gb == "auto" else config.cache_gb
+        self.reads = ReadPath(self.source, cache_gb=cache_gb, device=self.device, say=say)
         self.vocab = self._vocab()
         self.train_samples, self.val_samples = self._split()
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
