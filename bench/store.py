@@ -47,7 +47,8 @@ T, H, STATES = 2048, 7168, 4
 SAMPLE = T * H * STATES * 2
 THREADS = 4
 RAW_CALL = 32 << 20
-PER_TURN = 8  # samples of one turn
+READERS = 6  # two more than read raw: while a thread hashes what it has read, another one reads
+PER_TURN = {"reads": 12, "loader": 32}  # samples of one turn; filling and draining a loader takes a few of them
 STEPS = (0.170, 0.087)
 MANIFEST = Manifest("bench", "", H, 61, 163_840, (2, 30, 58, 61), "before")
 
@@ -123,18 +124,19 @@ def bench_paired(source: Any, raw: Raw, turns: int, through: str) -> dict[str, f
     path = ReadPath(source)
     order = epoch_order(list(range(len(source.ids))), 0, 0)
     ratios, rates, raws, cpu = [], [], [], []
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda i: path.load([i], [T]), order[:THREADS]))  # the buffers' first touch
+    count = PER_TURN[through]
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(lambda i: path.load([i], [T]), (order * 2)[: 2 * READERS]))  # the buffers' first touch
         for turn in range(turns):
-            some = [order[(turn * PER_TURN + k) % len(order)] for k in range(PER_TURN)]
-            first = raw.read(pool, PER_TURN * SAMPLE) if turn % 2 else 0.0
+            some = [order[(turn * count + k) % len(order)] for k in range(count)]
+            first = raw.read(pool, count * SAMPLE) if turn % 2 else 0.0
             before, started = cpu_seconds(), time.perf_counter()
             if through == "reads":
                 nbytes = sum(pool.map(lambda i: path.load([i], [T]).nbytes, some))
             else:
-                nbytes = sum(b.nbytes for b in Loader(path, [[i] for i in some], 3, T, THREADS))
+                nbytes = sum(b.nbytes for b in Loader(path, [[i] for i in some], 3, T, READERS))
             seconds, used = time.perf_counter() - started, cpu_seconds() - before
-            first = first or raw.read(pool, PER_TURN * SAMPLE)
+            first = first or raw.read(pool, count * SAMPLE)
             rates.append(nbytes / seconds)
             raws.append(first)
             ratios.append(rates[-1] / first)
@@ -337,7 +339,7 @@ def main() -> None:
         cold = bench_paired(source, raw, given.turns, "reads")
         told.update(cold_vs_raw=cold["vs_raw"], cold_cpu_s_per_gb=cold["cpu_s_per_gb"])
         told.update(cold_gb_per_s=cold["gb_per_s"], raw_gb_per_s=cold["raw_gb_per_s"])
-        loader = bench_paired(source, raw, given.turns, "loader")
+        loader = bench_paired(source, raw, max(3, given.turns // 4), "loader")
         told.update(cpu_batches_vs_raw=loader["vs_raw"], cpu_batches_cpu_s_per_gb=loader["cpu_s_per_gb"])
         founding = open_source(given.data / "pt")
         if founding.extents(0) is not None:
