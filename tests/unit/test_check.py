@@ -482,6 +482,13 @@ def test_a_file_cut_short_is_one_line_wherever_it_is_cut(verifier: Path, tmp_pat
         assert "\n" not in str(error.value)
 
 
+def test_shapes_of_another_layer_are_not_called_repairable(verifier: Path, tmp_path: Path) -> None:
+    half = {f"midlayer__self_attn__{n}_proj__weight": (lambda w: w[:, :H]) for n in "qkv"}
+    found = answer(write(tmp_path / "c", *eagle3(verifier), tensors(**half)), verifier)
+    wrong = [f for f in found["findings"] if f["key"] == "shape"]
+    assert len(wrong) == 3 and all(f["repair"] is None and "two drafters" in f["todo"] for f in wrong)
+
+
 def test_a_folder_of_something_else_is_no_drafter(verifier: Path, tmp_path: Path) -> None:
     with pytest.raises(EyasError, match=r"holds no EAGLE-3 drafter"):
         answer(verifier)

@@ -145,7 +145,7 @@ def _meaning(s: Subject) -> Iterator[Finding]:
     rounded = s.folder.tensors["d2t"].dtype in FLOATS
     offsets = np.arange(len(d2t)) + d2t
     moved = settled is not None and not rounded and not np.array_equal(offsets, settled)
-    absolute = moved and np.array_equal(d2t, settled)
+    absolute = settled is not None and moved and np.array_equal(d2t, settled)
     if absolute:
         yield _absolute(s, offsets, "writes offsets")
     elif settled is None and not rounded and s.marked is None and s.names(d2t) and _like_ids(d2t):

@@ -12,6 +12,7 @@ from eyas.drafter.conventions import FLAG_TENSORS, MAPS, canonical, parameters
 from eyas.drafter.folder import FLOATS
 
 ROWS = 8192  # rows looked through at a time
+SWAPPED = "config.json and weights are of two drafters: take the config.json that was written with the weights"
 
 
 def rules(s: Subject) -> Iterator[Finding]:
@@ -182,14 +183,20 @@ def shapes(s: Subject) -> Iterator[Finding]:
 
 def _shape_repair(s: Subject, name: str, found: tuple[int, ...]) -> tuple[str | None, str]:
     """config.json can be set right where one number explains every tensor that it is in."""
+    wanted = (_mla_shapes(s) if s.kind == "mla" else _llama_shapes(s))[name]
+    axis = int(name.endswith(("down_proj.weight", "o_proj.weight")))  # of the side that the number explains
+    if len(found) != len(wanted) or any(
+        a != b for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if i != axis
+    ):
+        return None, SWAPPED
     inner = {s.shape("midlayer.mlp.gate_proj.weight", 0), s.shape("midlayer.mlp.up_proj.weight", 0)}
     inner.add(s.shape("midlayer.mlp.down_proj.weight", 1))
-    if name.startswith("midlayer.mlp.") and len(inner) == 1 and found[name.endswith("down_proj.weight")] in inner:
+    if name.startswith("midlayer.mlp.") and len(inner) == 1:
         return f"sets intermediate_size to {inner.pop()}, as the three tensors are", ""
     heads, rows = s.whole("num_attention_heads"), s.shape("midlayer.self_attn.q_proj.weight", 0)
     if s.kind != "mla" and name.startswith("midlayer.self_attn.") and head_dim_by_shape(s):
         return f"sets head_dim to {(rows or 0) // (heads or 1)}, as the projections are", ""
-    return None, "config.json and weights are of two drafters: take the config.json that was written with the weights"
+    return None, SWAPPED
 
 
 def head_dim_by_shape(s: Subject) -> int | None:
@@ -339,5 +346,5 @@ def untrained(s: Subject) -> bool:
 
 
 def nothing_there(s: Subject) -> bool:
-    """Whether the folder holds no EAGLE-3 drafter at all: neither fc nor a layer that reads 2H."""
-    return not any(n == "fc.weight" or n.startswith("midlayer.") for n in s.folder.tensors)
+    """Whether the folder holds no EAGLE-3 drafter at all: nothing that only such a drafter has."""
+    return not {"fc.weight", "midlayer.hidden_norm.weight"} & set(s.folder.tensors)

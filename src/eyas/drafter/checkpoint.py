@@ -250,7 +250,7 @@ def checkpoint_layers(folder: Path, verifier: VerifierConfig) -> tuple[int, ...]
     eagle = config.get("eagle_config")
     top, inner = config.get(LAYER_KEY), eagle.get(LAYER_KEY) if isinstance(eagle, dict) else None
     meant = read_by_sglang(inner, verifier.model_type, verifier.num_layers) if inner else None
-    if top and meant and tuple(top) != meant:
+    if top and inner and tuple(top) != meant:
         raise EyasError(
             f"{folder}: {LAYER_KEY} is {list(top)} at the top of {CONFIG} and {list(inner)} in eagle_config, which "
             "are different layers: run `eyas check` on it"
