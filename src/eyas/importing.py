@@ -13,6 +13,7 @@ import torch
 
 from eyas.drafter.checkpoint import checkpoint_layers, load_checkpoint, save_checkpoint
 from eyas.errors import EyasError
+from eyas.evaluate.run import check_verifier
 from eyas.verifier import Verifier
 
 
@@ -34,6 +35,7 @@ def import_drafter(
         raise EyasError(f"{output_dir} is there already: name a new folder")
     verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
     about = verifier.config
+    check_verifier(folder, verifier)
     embedding = verifier.embedding()
     drafter, vocab = load_checkpoint(folder, about, embedding)
     chosen = layers or checkpoint_layers(folder, about)

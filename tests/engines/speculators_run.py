@@ -1,4 +1,4 @@
-"""speculators' own drafter, one forward pass: run by the engine environment's python, which has speculators and not eyas.
+"""speculators' own drafter, one forward pass: run by the engine environment's python, which has no eyas.
 
     python speculators_run.py FOLDER INPUT OUTPUT     (OUTPUT and INPUT are safetensors; the log goes to stderr)
 

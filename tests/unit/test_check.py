@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from drafters import (
 )  # fmt: skip
 from safetensors.torch import load_file, save_file
 
+from eyas.check.engines import NORM_FLAGS
 from eyas.check.run import check
 from eyas.errors import EyasError
 
@@ -417,6 +419,16 @@ def test_several_faults_are_repaired_together(verifier: Path, tmp_path: Path) ->
 def test_a_head_from_nothing_says_nothing_of_the_map(verifier: Path, tmp_path: Path) -> None:
     folder = write(tmp_path / "c", *eagle3(verifier), tensors(lm_head__weight=not_clear, **OTHER))
     assert answer(folder, verifier)["exit"] == 0
+
+
+def test_every_finding_is_in_the_docs() -> None:
+    root = Path(__file__).parents[2]
+    keys = set(NORM_FLAGS)
+    for file in (root / "src/eyas/check").glob("*.py"):
+        keys |= set(re.findall(r'Finding\(\s*"([a-z0-9-]+)"', file.read_text()))
+    assert len(keys) > 40
+    told = (root / "docs/check.md").read_text()
+    assert [k for k in sorted(keys) if f"`{k.replace('_', '-')}`" not in told and k != "use_aux_norm"] == []
 
 
 # -- the answer in words, and bad input --------------------------------------------------------------------------------
