@@ -39,6 +39,18 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def layer_list(text: str | None) -> Any:
+    """2,30,58 as three numbers; EyasError for anything else."""
+    from eyas.errors import EyasError
+
+    if text is None:
+        return None
+    try:
+        return tuple(int(k) for k in text.split(","))
+    except ValueError:
+        raise EyasError(f"--layers {text}: name three numbers, as 2,30,58") from None
+
+
 @app.command()
 def prepare(
     verifier_path: VerifierPath,
@@ -86,15 +98,9 @@ def capture(
 ) -> None:
     """Run the verifier over prepared samples and keep its hidden states in a store. Started again, it goes on."""
     from eyas.capture.local import capture as run
-    from eyas.errors import EyasError
     from eyas.verifier import Verifier
 
-    chosen: Any = None
-    if layers is not None:
-        try:
-            chosen = tuple(int(k) for k in layers.split(","))
-        except ValueError:
-            raise EyasError(f"--layers {layers}: name three numbers, as 2,30,58") from None
+    chosen = layer_list(layers)
     verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
     run(
         verifier,
@@ -218,6 +224,9 @@ def evaluate(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A run directory (its best checkpoint) or a checkpoint folder")],
     output_dir: Annotated[Path, typer.Option(help="Where the engines' checkpoint goes")],
+    form: Annotated[
+        str, typer.Option("--format", help="eagle3 (SGLang and vLLM), or speculators (vLLM and speculators' tools)")
+    ] = "eagle3",
     verifier_path: Annotated[str | None, typer.Option(help="Default: the run's")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: bf16 or fp32")] = "bf16",
     with_embedding: Annotated[
@@ -231,6 +240,7 @@ def export(
     run(
         checkpoint,
         output_dir,
+        form=form,
         verifier_path=verifier_path,
         dtype=dtype,
         with_embedding=with_embedding,
@@ -387,6 +397,52 @@ def plan(
     report = make_plan(asked, (lambda _line: None) if as_json else say)
     for line in [json.dumps(report, indent=1, ensure_ascii=False)] if as_json else lines(report):
         say(line)
+
+
+@app.command(name="import")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="Somebody's EAGLE-3 drafter: a folder with config.json and weights")],
+    verifier_path: VerifierPath,
+    output_dir: Annotated[Path, typer.Option(help="Where the checkpoint folder goes")],
+    layers: Annotated[
+        str | None, typer.Option(help="HF indices it was trained on, where its config.json does not settle them")
+    ] = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Somebody's drafter -> a checkpoint folder of ours, its vocabulary kept: to evaluate it or to train it further."""
+    from eyas.importing import import_drafter as run
+
+    chosen = layer_list(layers)
+    run(folder, verifier_path, output_dir, layers=chosen, trust_remote_code=trust_remote_code, say=say)
+
+
+@app.command()
+def check(
+    folder: Annotated[Path, typer.Argument(help="An EAGLE-3 drafter's folder, whoever wrote it, or a run directory")],
+    verifier_path: Annotated[
+        str | None, typer.Option(help="Its verifier; more is checked and repaired with it")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="sglang or vllm: judge for this one only")] = None,
+    layers: Annotated[str | None, typer.Option(help="HF indices it was trained on, as 2,30,58, if you know")] = None,
+    fix: Annotated[Path | None, typer.Option(help="A new folder for a repaired copy")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The answer as JSON")] = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """What engines will do with a drafter. Exit code 0: fine, 1: works with remarks, 2: broken."""
+    from eyas.check.run import check as run
+
+    chosen = layer_list(layers)
+    code = run(
+        folder,
+        verifier_path=verifier_path,
+        engine=engine,
+        layers=chosen,
+        fix=fix,
+        as_json=as_json,
+        trust_remote_code=trust_remote_code,
+        say=say,
+    )
+    sys.exit(code)
 
 
 OWN_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

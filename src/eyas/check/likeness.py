@@ -1,0 +1,99 @@
+"""Which token a row of the drafter's head is, by the verifier's head.
+
+A drafter learns to say the verifier's tokens in nearly the verifier's space, and most start from its head: row j is
+more like the verifier's row of its own token than like any other. Where that is clear it proves or refutes a map;
+where it is not (a head trained from nothing) nothing is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from eyas.check.subject import Ints, Subject
+from eyas.drafter.folder import FLOATS
+
+SAMPLE = 64  # rows of the head that are compared with the verifier's whole head
+CLEAR, MARGIN = 0.5, 0.1  # cosine of the best match, and its distance to the second
+CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Verifier ids [R] that rows of the head are most like, and whether the match is clear, bool [R]."""
+
+    token: Ints
+    clear: npt.NDArray[np.bool_]
+
+
+@lru_cache(maxsize=4)
+def sample(s: Subject) -> tuple[Ints, Likeness]:
+    """Some rows of the head, spread over it, and what they are like."""
+    rows = np.unique(np.linspace(0, (s.shape("lm_head.weight", 0) or 1) - 1, SAMPLE).astype(np.int64))
+    return rows, likeness(s, rows)
+
+
+def comparable(s: Subject) -> bool:
+    """Whether there is a verifier, and a head of its width."""
+    stored = s.folder.tensors.get("lm_head.weight")
+    return (
+        s.verifier is not None
+        and stored is not None
+        and stored.dtype in FLOATS
+        and len(stored.shape) == 2
+        and stored.shape[1] == s.verifier.config.hidden_size
+        and s.verifier.config.vocab_size == s.V
+    )
+
+
+def favoured(s: Subject, candidates: list[Ints]) -> Ints | None:
+    """The one of several maps (verifier ids [Vd]) that the head agrees with; None where it favours none alone."""
+    if not comparable(s):
+        return None
+    rows, seen = sample(s)
+    if seen.clear.mean() < 0.5:
+        return None
+    agree = [float((c[rows] == seen.token)[seen.clear].mean()) for c in candidates]
+    order = np.argsort(agree)[::-1]
+    alone = len(order) == 1 or agree[order[1]] < 0.5
+    return candidates[order[0]] if agree[order[0]] >= 0.9 and alone else None
+
+
+@lru_cache(maxsize=4)
+def head_tokens(s: Subject) -> Ints | None:
+    """The verifier id of every row of the head by likeness; None unless every row is clear and no two are one token."""
+    if not comparable(s):
+        return None
+    seen = likeness(s, np.arange(s.shape("lm_head.weight", 0) or 0))
+    distinct = len(np.unique(seen.token)) == len(seen.token)
+    return seen.token if distinct and seen.clear.all() else None
+
+
+def likeness(s: Subject, rows: Ints) -> Likeness:
+    """Which verifier tokens `rows` of the head are most like, by the cosine over the whole vocabulary.
+
+    Costs 2 R V H operations and a reading of the verifier's head, in pieces.
+    """
+    import torch
+
+    assert s.verifier is not None
+    own = torch.from_numpy(s.folder.floats("lm_head.weight", rows))
+    own = torch.nn.functional.normalize(own, dim=1)
+    best = torch.full((len(rows), 2), -2.0)
+    token = torch.zeros(len(rows), dtype=torch.int64)
+    for start in range(0, s.verifier.config.vocab_size, CHUNK):
+        ids = torch.arange(start, min(start + CHUNK, s.verifier.config.vocab_size))
+        theirs = torch.nn.functional.normalize(s.verifier.lm_head(ids), dim=1)
+        for part in range(0, len(rows), CHUNK):
+            cosine = own[part : part + CHUNK] @ theirs.T  # [R, C]
+            top, where = cosine.topk(min(2, cosine.shape[1]), dim=1)
+            held = best[part : part + CHUNK]
+            token[part : part + CHUNK] = torch.where(
+                top[:, 0] > held[:, 0], ids[where[:, 0]], token[part : part + CHUNK]
+            )
+            best[part : part + CHUNK] = torch.cat([held, top], dim=1).topk(2, dim=1).values
+    clear = (best[:, 0] > CLEAR) & (best[:, 0] - best[:, 1] > MARGIN)
+    return Likeness(token.numpy(), clear.numpy())
