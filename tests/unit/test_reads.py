@@ -247,7 +247,6 @@ def test_buffers_grow_to_the_largest_batch_and_stay() -> None:
         assert lease.nbytes == size
         assert lease.ctypes.data % PAGE == 0
         del lease
-        gc.collect()
     assert ring.made == 3
     assert len(ring._free) == 1
 
