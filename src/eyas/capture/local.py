@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +35,7 @@ from eyas import __version__
 from eyas.device import compute_dtype, pick_device
 from eyas.errors import EyasError
 from eyas.prepare import Prepared, read_prepared
-from eyas.store import layout
+from eyas.store import codecs, layout
 from eyas.store.agreement import top1
 from eyas.store.layout import Manifest
 from eyas.store.writer import StoreWriter
@@ -44,6 +45,7 @@ SAY_SECONDS = 2.0
 CHECKS = 10  # self checks over the whole capture
 CHECK_ROWS = 128  # positions of one sample that the verifier's own logits are computed for
 MUST_AGREE = 0.98
+CALIBRATION_SAMPLES = 64
 NEAR_TIE = 0.01  # of the spread of a row's logits: bfloat16 storage may swap tokens that are this close
 
 
@@ -54,6 +56,8 @@ def capture(
     *,
     layers: tuple[int, int, int] | None = None,
     batch_tokens: int = 4096,
+    codec: str = "bf16",
+    last: str = "all",
     dtype: str = "auto",
     device: str = "auto",
     say: Callable[[str], None] = print,
@@ -62,19 +66,25 @@ def capture(
 
     layers: HF indices of the auxiliary states, ascending; default (2, n // 2, n - 3).
     batch_tokens: padded tokens in one forward pass (a longer sample is a batch of its own).
+    codec, last: how the store keeps the states (codecs.py). For int8 some samples run twice: their states give the
+    sizes of the channels.
     Returns {path, samples, tokens, captured_samples, captured_tokens, seconds, tokens_per_second, bytes, agreement}.
     Raises EyasError when the input is of another verifier, the store of another run, the disk too small or unwritable,
     or when the states do not prove themselves; what is recorded in the store by then stays good.
     """
+    codecs.check_names(codec, last)
     prepared = read_prepared(Path(prepared_dir))
     output = Path(output_dir)
     _check_prepared(prepared, Path(prepared_dir), verifier)
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     number_type = compute_dtype(dtype, kind)
     manifest = _manifest(verifier, prepared, _layers(verifier, layers), number_type)
+    manifest = replace(
+        manifest, codec=codec, last_rows=last, channels=_channels_there(output) if codec == "int8" else ""
+    )
     done = _done(output, manifest)
     todo = [i for i in range(len(prepared.ids)) if prepared.ids[i] not in done]
-    _check_space(output, [len(prepared.input_ids[i]) for i in todo], manifest)
+    _check_space(output, [len(prepared.input_ids[i]) for i in todo], manifest, say)
     progress = _Progress(say, [len(ids) for ids in prepared.input_ids], todo)
     if done:
         say(f"capture: {len(prepared.ids) - len(todo):,} samples are in {output} already")
@@ -83,6 +93,8 @@ def capture(
         say(f"capture: loading {verifier.config.name} ({str(number_type).removeprefix('torch.')}, {kind})")
         run = _Run(verifier, manifest, number_type, kind)
         progress.start()
+        if codec == "int8" and not manifest.channels:
+            manifest = replace(manifest, channels=_calibrate(run, prepared, todo, batch_tokens))
         with StoreWriter(output, manifest) as writer:
             checked = -1
             for batch in _batches(prepared, todo, batch_tokens):
@@ -268,11 +280,27 @@ def _done(output: Path, manifest: Manifest) -> set[str]:
     return {r.id for journal in layout.journals(output) for r in layout.read_journal(journal).records}
 
 
-def _check_space(output: Path, lengths: list[int], manifest: Manifest) -> None:
-    needed = sum(layout.sample_bytes(t, len(manifest.layers), manifest.hidden_size) for t in lengths)
+def _channels_there(output: Path) -> str:
+    """The sizes of the channels that a capture into `output` has begun with, or "" before it has."""
+    return Manifest.load(output).channels if (output / layout.MANIFEST).exists() else ""
+
+
+def _calibrate(run: _Run, prepared: Prepared, todo: list[int], batch_tokens: int) -> str:
+    """The sizes of the channels, from samples spread over what is to be captured."""
+    some = todo[:: max(1, len(todo) // CALIBRATION_SAMPLES)]
+    batches = _batches(prepared, some, batch_tokens)
+    states = (s for batch in batches for s in run.states([prepared.input_ids[i] for i in batch]))
+    layers, width = len(run.manifest.layers), run.manifest.hidden_size
+    return codecs.said_channels(codecs.calibrate(states, layers, width))
+
+
+def _check_space(output: Path, lengths: list[int], manifest: Manifest, say: Callable[[str], None]) -> None:
+    needed = sum(layout.sample_bytes(t, manifest) for t in lengths)
     needed += (1 << 20) * (needed // (1 << 30) + 1) if needed else 0  # the shards' headers
     there = next(p for p in (output, *output.absolute().parents) if p.exists())
     free = shutil.disk_usage(there).free
+    if lengths:
+        say(f"capture: {sum(lengths):,} tokens take {needed / 1e9:,.1f} GB of the {free / 1e9:,.1f} GB free in {there}")
     if needed > free:
         raise EyasError(
             f"{output}: the states of {sum(lengths):,} tokens need {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are"

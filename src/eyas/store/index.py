@@ -84,8 +84,11 @@ class Index:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
 
-def load_index(folder: Path, layers: int) -> Index:
-    """The index of a store whose manifest announces `layers` layers. Raises EyasError when a journal cannot be read."""
+def load_index(folder: Path, layers: int, dtype: str = "bfloat16") -> Index:
+    """The index of a store whose manifest announces `layers` parts of `dtype`.
+
+    Raises EyasError when a journal cannot be read.
+    """
     journals = layout.journals(folder)
     contents: list[bytes] = []
     for path in journals:
@@ -94,18 +97,18 @@ def load_index(folder: Path, layers: int) -> Index:
         except OSError as error:
             raise EyasError(f"{path} cannot be read: {error.strerror}") from None
     said = [[p.name, len(c), xxhash.xxh3_64_hexdigest(c)] for p, c in zip(journals, contents, strict=True)]
-    key = json.dumps([_FORMAT, layers, *said])
+    key = json.dumps([_FORMAT, layers, dtype, *said])
     for place in _places(folder):
         index = _kept(place, key)
         if index is not None:
             return index
-    index = _build(journals, contents, layers)
+    index = _build(journals, contents, layers, dtype)
     if len(index.ids) >= KEEP_FROM:
         _keep(folder, index, key)
     return index
 
 
-def _build(journals: list[Path], contents: list[bytes], layers: int) -> Index:
+def _build(journals: list[Path], contents: list[bytes], layers: int, dtype: str) -> Index:
     records: list[Record] = []
     broken: list[tuple[str, str]] = []
     writers: list[str] = []
@@ -115,7 +118,7 @@ def _build(journals: list[Path], contents: list[bytes], layers: int) -> Index:
         broken += journal.broken
         writers.append(layout.writer_of(path))
         for r in journal.records:
-            if r.dtype != "bfloat16" or len(r.parts) != layers:
+            if r.dtype != dtype or len(r.parts) != layers:
                 broken.append((r.id, f"has {len(r.parts)} parts of {r.dtype}, which the manifest does not announce"))
             else:
                 records.append(r)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from eyas.errors import EyasError
-from eyas.store import layout
+from eyas.store import codecs, layout
 from eyas.store.index import Index, load_index
 from eyas.store.layout import Manifest, Record
 from eyas.store.reads import Extent, Files, read_bytes, read_tensors
@@ -72,13 +72,17 @@ def open_source(
         raise EyasError(
             f"{folder} is not a folder: name a store (eyas capture writes one) or a folder of data_*.pt files"
         )
+    from eyas.store.foreign import ForeignSource, find_format
+
+    foreign = None if layout.journals(folder) else find_format(folder)
+    if foreign is not None:
+        return ForeignSource(folder, *foreign, verifier, say=say)
     if (folder / layout.MANIFEST).exists() or layout.journals(folder):
         return StoreSource(folder, verifier, fingerprint)
-    from eyas.store.foreign import FoundingSource, founding_files
-
-    if founding_files(folder):
-        return FoundingSource(folder, verifier, say=say)
-    raise EyasError(f"{folder} holds neither a store ({layout.MANIFEST}) nor data_*.pt files: name another folder")
+    raise EyasError(
+        f"{folder} holds neither a store ({layout.MANIFEST}) nor data_*.pt files nor another tool's that eyas reads:"
+        " name another folder"
+    )
 
 
 def check_verifier(path: Path, manifest: Manifest, verifier: VerifierConfig | None, fingerprint: str | None) -> None:
@@ -109,7 +113,9 @@ class StoreSource:
         self.manifest = Manifest.load(path)
         check_verifier(path, self.manifest, verifier, fingerprint)
         self._files = Files()
-        index = load_index(path, len(self.manifest.layers))
+        self._channels = codecs.channels_of(self.manifest)
+        self._stored = layout.STORED_AS[self.manifest.codec]
+        index = load_index(path, layout.parts_count(self.manifest), self._stored)
         self.skipped = list(index.broken)
         faults = self._faults(index)
         self.skipped += [(index.ids[i], why) for i, why in sorted(faults.items())]
@@ -140,6 +146,9 @@ class StoreSource:
                 text[index.writer] < index.text_offset + index.tokens * layout.BYTES_PER_TOKEN
             ).tolist():
                 wrong.setdefault(i, "its tokens file is truncated")
+        listed = layout.quarantined(self.path)
+        if listed:
+            wrong |= {i: f"is in quarantine ({listed[name]})" for i, name in enumerate(index.ids) if name in listed}
         seen: set[str] = set()
         for i in np.flatnonzero(index.again).tolist():
             if index.ids[i] in seen:
@@ -151,7 +160,7 @@ class StoreSource:
     @property
     def records(self) -> list[Record]:
         """Every sample as its journal has it."""
-        return [self._index.record(i) for i in range(len(self.ids))]
+        return [self._index.record(i)._replace(dtype=self._stored) for i in range(len(self.ids))]
 
     def tokens(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         index, T = self._index, int(self.lengths[i])
@@ -178,30 +187,46 @@ class StoreSource:
         stop = T if stop is None else stop
         if not 0 <= start <= stop <= T:
             raise IndexError(f"rows {start}..{stop} of sample {self.ids[i]}, which has {T}")
-        path, whole, row_bytes = self._shard_paths[index.shard[i]], stop - start == T, self.manifest.hidden_size * 2
-        offsets, digests = index.offset[i].tolist(), index.xxh3[i].tolist()
+        path, name, width = self._shard_paths[index.shard[i]], self.ids[i], self.manifest.hidden_size
+        offsets, nbytes, digests = index.offset[i].tolist(), index.nbytes[i].tolist(), index.xxh3[i].tolist()
+        step = 1 if self.manifest.codec == "bf16" else 2  # parts of a layer: rows, and their scales
+        row = width * (2 if step == 1 else 1)
         found = []
         for layer in self.manifest.layers if layers is None else layers:
             j = self.manifest.layers.index(layer)
-            found.append(
-                Extent(
-                    sample=self.ids[i],
-                    path=path,
-                    offset=offsets[j] + start * row_bytes,
-                    nbytes=(stop - start) * row_bytes,
-                    layer=layer,
-                    dtype="bfloat16",
-                    row_bytes=row_bytes,
-                    stride=row_bytes,
-                    xxh3=f"{digests[j]:016x}" if whole else None,
-                )
-            )
+            first, rows = start, stop - start
+            if self.last_rows == "trained" and layer == self.manifest.layers[-1]:
+                mask = self.tokens(i)[1]
+                first, rows = int(mask[:start].sum()), int(mask[start:stop].sum())
+
+            def part(p: int, size: int, layer: int, dtype: str, first: int = first, rows: int = rows) -> Extent:
+                whole = rows * size == nbytes[p]
+                xxh3 = f"{digests[p]:016x}" if whole else None
+                return Extent(name, path, offsets[p] + first * size, rows * size, layer, dtype, size, size, xxh3)
+
+            extent = part(j * step, row, layer, self._stored)
+            if step == 2:
+                by = None if self._channels is None else self._channels[j]
+                extent = extent._replace(scales=part(j * step + 1, 4, -1, "float32"), channels=by)
+            found.append(extent)
         return found
+
+    @property
+    def last_rows(self) -> str:
+        return self.manifest.last_rows
 
     def states(
         self, i: int, start: int = 0, stop: int | None = None, layers: Sequence[int] | None = None
     ) -> torch.Tensor:
-        return torch.stack(read_tensors(self._files, self.extents(i, start, stop, layers)))
+        """As of every source; rows that the store does not keep are NaN."""
+        stop = int(self.lengths[i]) if stop is None else stop
+        read = read_tensors(self._files, self.extents(i, start, stop, layers))
+        for k, rows in enumerate(read):
+            if len(rows) < stop - start:
+                at = torch.from_numpy(np.flatnonzero(self.tokens(i)[1][start:stop]))
+                read[k] = torch.full((stop - start, rows.shape[1]), torch.nan, dtype=rows.dtype)
+                read[k][at] = rows
+        return torch.stack(read)
 
     def nbytes(self, i: int) -> int:
         return int(self._index.nbytes[i].sum())

@@ -34,6 +34,7 @@ _DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
@@ -46,11 +47,12 @@ class Extent(NamedTuple):
     path: the file. For a shard of a store its final name, which need not exist yet
     offset, nbytes: from the first byte of the first row to the last byte of the last one
     layer: id out of the manifest's `layers`
-    dtype: "bfloat16", "float16", "float32", or "float8_e4m3fn" or "int8" with `scales`
+    dtype: "bfloat16", "float16", "float32"; "float8_e4m3fn", "float8_e5m2" or "int8", usually with `scales`
     row_bytes: bytes of one row; its values are contiguous
     stride: bytes from one row to the next; more than row_bytes where a file is token-major
     xxh3: xxh3-64 of the nbytes in hex, or None where nobody knows (a part of what was hashed, another tool's file)
     scales: one float32 for each row that multiplies it (row_bytes 4), or None
+    channels: [values] float32 that multiply every row as well, on the CPU, or None
     """
 
     sample: str
@@ -63,6 +65,7 @@ class Extent(NamedTuple):
     stride: int
     xxh3: str | None = None
     scales: Extent | None = None
+    channels: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -247,8 +250,10 @@ def decode(memory: Tensor, flat: Sequence[Extent], places: Sequence[int]) -> lis
         e, values = flat[k], _rows(memory, flat[k], places[k])
         k += 1
         if e.scales is not None:
-            values = values.float() * _rows(memory, e.scales, places[k])
+            values = values.float().mul_(_rows(memory, e.scales, places[k]))
             k += 1
+        if e.channels is not None:
+            values = values.float().mul_(e.channels.to(memory.device))
         rows.append(values.to(torch.bfloat16))
     return rows
 

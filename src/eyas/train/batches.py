@@ -38,12 +38,18 @@ AHEAD_OF_SLOWEST = 4  # so many of them are covered by packs under way
 
 @dataclass
 class Pack:
-    """One pack as it was read. tokens: packed tokens, the untouched ones included."""
+    """One pack as it was read.
+
+    tokens: packed tokens, the untouched ones included; lengths: of each sample;
+    kept: for each sample, where in the last layer the row of each token is, or None where every token has one.
+    """
 
     plan: Plan
     loaded: Loaded
     samples: list[int]
     tokens: int
+    lengths: list[int]
+    kept: list[np.ndarray] | None
 
 
 @dataclass
@@ -127,7 +133,10 @@ def load_pack(reads: ReadPath, samples: list[int], steps: int, max_seq_len: int)
         ids, mask = reads.source.tokens(i)
         documents.append((ids[:max_seq_len], mask[:max_seq_len]))
     rows = [len(ids) for ids, _ in documents]
-    return Pack(make_plan(documents, steps), reads.load(samples, rows), samples, sum(rows))
+    kept = None
+    if reads.source.manifest.last_rows == "trained":
+        kept = [np.cumsum(mask) - 1 for _, mask in documents]
+    return Pack(make_plan(documents, steps), reads.load(samples, rows), samples, sum(rows), rows, kept)
 
 
 def assemble(pack: Pack, into: Ring | Tensor) -> Batch:
@@ -146,13 +155,14 @@ def assemble(pack: Pack, into: Ring | Tensor) -> Batch:
     states, last = both[: 3 * T * Ht].view(T, 3 * Ht), both[3 * T * Ht :].view(R, Ht)
     first = first_target = 0
     targets = plan.target_row.numpy()
-    for layers, doc in zip(samples, plan.documents, strict=True):
+    for b, (layers, doc) in enumerate(zip(samples, plan.documents, strict=True)):
         rows = doc.key_stop - doc.key_start
         for j in range(3):
             _copy(states[doc.key_start : doc.key_stop, j * Ht : (j + 1) * Ht], layers[j][:rows])
-        stop = first + len(layers[3])
+        stop = first + pack.lengths[b]
         stop_target = int(np.searchsorted(targets, stop))
-        _take(last[first_target:stop_target], layers[3], targets[first_target:stop_target] - first)
+        at = targets[first_target:stop_target] - first
+        _take(last[first_target:stop_target], layers[3], at if pack.kept is None else pack.kept[b][at])
         first, first_target = stop, stop_target
     return Batch(plan, states, last, pack.samples, pack.tokens, pack.loaded.nbytes)
 
