@@ -26,6 +26,8 @@ VerifierPath = Annotated[
     str, typer.Option("--verifier-path", help="The verifier: a folder with config.json and safetensors, or a hub id")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")]
+CodecOption = Annotated[str, typer.Option(help="bf16, or 8-bit states: fp8, int8")]
+LastOption = Annotated[str, typer.Option(help="Rows of the last state: all, or trained (of trained tokens alone)")]
 DtypeOption = Annotated[str, typer.Option(help="auto (bf16 where the hardware computes it), bf16, fp32")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the code that the verifier's folder brings")
@@ -76,6 +78,8 @@ def capture(
         str | None, typer.Option(help="HF indices of the three states, as 2,30,58; default 2, n//2, n-3")
     ] = None,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass")] = 4096,
+    codec: CodecOption = "bf16",
+    last: LastOption = "all",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
@@ -92,7 +96,18 @@ def capture(
         except ValueError:
             raise EyasError(f"--layers {layers}: name three numbers, as 2,30,58") from None
     verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
-    run(verifier, prepared, output_dir, layers=chosen, batch_tokens=batch_tokens, dtype=dtype, device=device, say=say)
+    run(
+        verifier,
+        prepared,
+        output_dir,
+        layers=chosen,
+        batch_tokens=batch_tokens,
+        codec=codec,
+        last=last,
+        dtype=dtype,
+        device=device,
+        say=say,
+    )
 
 
 @app.command()
@@ -264,6 +279,113 @@ def store_merge(
         f"{output_dir}: {done.samples:,} samples, {done.added:,} added · {done.duplicates:,} were there already "
         f"({done.differing:,} of them with other states) · {size(done.linked)} linked, {size(done.copied)} copied"
     )
+
+
+@store_app.command(name="check")
+def store_check(
+    data: Annotated[Path, typer.Argument(help="A store, or a folder of another tool's files")],
+    verifier_path: Annotated[str | None, typer.Option(help="Also ask its head whether it understands them")] = None,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="Leave faulty samples out from now on (quarantine.json)")
+    ] = False,
+    against: Annotated[Path | None, typer.Option(help="What it was converted from: compare with that")] = None,
+    num_workers: Annotated[int, typer.Option(min=1, help="Threads that read")] = 4,
+    as_json: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Look at every sample: checksums, NaN, zeros, copies, shifted rows. Exit code 1: faults were found."""
+    import json
+
+    from eyas.store.check import check
+    from eyas.verifier import Verifier
+
+    verifier = None if verifier_path is None else Verifier(verifier_path, trust_remote_code=trust_remote_code)
+    quiet = (lambda _line: None) if as_json else say
+    report = check(data, verifier, quarantine=quarantine, against=against, threads=num_workers, say=quiet)
+    if as_json:
+        say(json.dumps(report, indent=1, ensure_ascii=False))
+    raise typer.Exit(0 if report["ok"] else 1)
+
+
+@store_app.command(name="convert")
+def store_convert(
+    data: Annotated[Path, typer.Argument(help="A store, or a folder of another tool's files")],
+    output_dir: Annotated[Path, typer.Argument(help="The store that is made of it")],
+    verifier_path: Annotated[str | None, typer.Option(help="Whose states they are; a store says it itself")] = None,
+    codec: CodecOption = "bf16",
+    last: LastOption = "all",
+    num_workers: Annotated[int, typer.Option(min=1, help="Threads that read")] = 4,
+    as_json: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Make a store of any source, or a store in another codec. Started again, it goes on. Exit code 1: some lost."""
+    import json
+
+    from eyas.store.convert import convert
+    from eyas.verifier import Verifier
+
+    verifier = None if verifier_path is None else Verifier(verifier_path, trust_remote_code=trust_remote_code)
+    quiet = (lambda _line: None) if as_json else say
+    report = convert(data, output_dir, verifier, codec=codec, last=last, threads=num_workers, say=quiet)
+    if as_json:
+        say(json.dumps(report, indent=1, ensure_ascii=False))
+    raise typer.Exit(1 if report["skipped"] else 0)
+
+
+@app.command()
+def plan(
+    verifier_path: VerifierPath,
+    data_dir: Annotated[Path | None, typer.Option(help="A store, or a folder of another tool's files")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Instead of data: how many tokens there will be")] = None,
+    trained_share: Annotated[float, typer.Option(min=0, max=1, help="Of those tokens")] = 0.5,
+    gpu: Annotated[str | None, typer.Option(help="The GPU that will train, as H100; default: real steps here")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many of them, fed by one disk")] = 1,
+    utilisation: Annotated[float, typer.Option(min=0.01, max=1, help="Of the GPU's published peak")] = 0.5,
+    disk_gb_s: Annotated[float | None, typer.Option(min=0.001, help="What the disk gives; default: measured")] = None,
+    ram_gb: Annotated[
+        float | None, typer.Option(min=0, help="Memory of the machine that trains; default: this one's")
+    ] = None,
+    codec: CodecOption = "bf16",
+    last: LastOption = "all",
+    draft_vocab: Annotated[int, typer.Option(min=1, help="Tokens in the draft vocabulary")] = 32_000,
+    vocab_mapping_dir: Annotated[Path | None, typer.Option(help="Or its folder, for real steps")] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Where a capture would go: is there room?")] = None,
+    epochs: Annotated[int, typer.Option(min=1)] = 10,
+    max_seq_len: Annotated[int, typer.Option(min=4, help="Longer samples are cut to this many tokens")] = 2048,
+    batch_tokens: Annotated[int | None, typer.Option(min=4, help="Tokens of one packed batch [max-seq-len]")] = None,
+    ttt_steps: Annotated[int, typer.Option(min=1, max=16, help="Training-time test steps")] = 3,
+    num_workers: Annotated[int, typer.Option(min=0, help="Threads that read")] = 4,
+    intermediate_size: Annotated[int | None, typer.Option(help="Drafter's MLP [the verifier's]")] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Drafter's heads [the verifier's]")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="Drafter's key/value heads [the verifier's]")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Drafter's head size [the verifier's]")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Before a run: bytes, disk, step time, memory, hours, what binds, and the cheapest remedy."""
+    import json
+
+    from eyas.config import load_config
+    from eyas.errors import EyasError
+    from eyas.plan import Asked, lines, make_plan
+
+    if (data_dir is None) == (tokens is None):
+        raise EyasError("name the data (--data-dir), or how many tokens there will be (--tokens)")
+    names = (
+        "verifier_path", "vocab_mapping_dir", "epochs", "max_seq_len", "batch_tokens", "ttt_steps", "num_workers",
+        "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device", "trust_remote_code",
+    )  # fmt: skip
+    given = locals()
+    settings = {name: given[name] for name in names}
+    config = load_config({**settings, "data_dir": data_dir or Path(), "output_dir": Path()})
+    asked = Asked(
+        config, tokens, trained_share, gpu, gpus, utilisation, disk_gb_s, ram_gb, codec, last, draft_vocab, output_dir
+    )
+    report = make_plan(asked, (lambda _line: None) if as_json else say)
+    for line in [json.dumps(report, indent=1, ensure_ascii=False)] if as_json else lines(report):
+        say(line)
 
 
 OWN_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
