@@ -234,7 +234,7 @@ def remedies(plan: Plan) -> list[Remedy]:
             replace(plan, disk_bytes_s=plan.disk_bytes_s * times),
         )
     if "compute" in bounds:
-        offer("a second GPU", replace(plan, gpus=2 * plan.gpus))
+        offer(f"{2 * plan.gpus} GPUs instead of {plan.gpus}", replace(plan, gpus=2 * plan.gpus))
     return found
 
 

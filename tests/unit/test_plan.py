@@ -81,7 +81,7 @@ def test_remedies_are_the_plan_computed_again() -> None:
 
 def test_where_computing_binds_no_data_remedy_is_named() -> None:
     assert bottleneck(PLAN) == "compute"
-    assert [r.what for r in remedies(PLAN)] == ["a second GPU"]
+    assert [r.what for r in remedies(PLAN)] == ["2 GPUs instead of 1"]
     assert remedies(PLAN)[0].gain == pytest.approx(2)
     # Two epochs from the cache do not outweigh a first one that takes ten times as long.
     first = replace(PLAN, disk_bytes_s=0.02e9, cache_bytes=2e12)
