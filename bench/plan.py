@@ -3,9 +3,10 @@
     python bench/plan.py [--gb 2] [--folder DIR]
 
 A store of random states is written; the step is a sleep, as a GPU would be to this process; all else is the real
-read path. The rates come from where `eyas plan` takes them: the disk measured under the same conditions, CPU seconds of a
-reading thread measured on a few batches. `throttled` and `int8` run in a blkio control group with a limit (root, control
-groups v1); without it they are left out and said to be. `cached` is the second epoch of a store that fits the cache.
+read path. The rates come from where `eyas plan` takes them: the disk measured under the same conditions, CPU seconds of
+a reading thread measured on a few batches. `throttled` and `int8` run in a blkio control group with a limit (root,
+control groups v1); without it they are left out and said to be. `cached` is the second epoch of a store that fits the
+cache.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from eyas import measure
-from eyas.plan import Plan
+from eyas.plan import measure
+from eyas.plan.step import Plan
 from eyas.store.convert import convert
 from eyas.store.layout import Manifest
 from eyas.store.reader import Source, open_source

@@ -369,7 +369,8 @@ def plan(
 
     from eyas.config import load_config
     from eyas.errors import EyasError
-    from eyas.plan import Asked, lines, make_plan
+    from eyas.plan.report import lines
+    from eyas.plan.run import Asked, make_plan
 
     if (data_dir is None) == (tokens is None):
         raise EyasError("name the data (--data-dir), or how many tokens there will be (--tokens)")

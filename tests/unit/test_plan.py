@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from eyas import measure
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.errors import EyasError
-from eyas.plan import GPUS, Plan, bottleneck, cheapest, flops_per_token, gpu_memory, parameters, remedies
-from eyas.plan import _named_gpu as named_gpu
+from eyas.plan import measure
+from eyas.plan.remedies import bottleneck, cheapest, remedies
+from eyas.plan.run import _named_gpu as named_gpu
+from eyas.plan.step import GPUS, Plan, flops_per_token, gpu_memory, parameters
 
 KIMI = DrafterConfig(7168, 7168, 12288, 64, 64, 128, 163_840, 32_000)
 

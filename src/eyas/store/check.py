@@ -34,8 +34,9 @@ from torch import Tensor
 
 from eyas.errors import EyasError
 from eyas.files import write_json
-from eyas.store import codecs, layout
+from eyas.store import layout
 from eyas.store.agreement import PLAUSIBLE, top1
+from eyas.store.costs import costs
 from eyas.store.reader import Source, StoreSource, open_source
 from eyas.store.scan import scan
 from eyas.verifier import FinalNorm, Verifier
@@ -47,7 +48,6 @@ AGREEMENT_SAMPLES = 256  # looked at through the head
 AGREEMENT_ROWS = 64  # of each
 EVERY = "*"  # stands for all samples in a finding
 FEW = 16  # positions below which a sample's agreement says nothing
-COST_SAMPLES, COST_ROWS = 64, 16  # through which a codec's cost is seen: two products with the whole head
 
 
 class Finding(NamedTuple):
@@ -107,7 +107,7 @@ def check(
         report["agreement"] = agreement
         findings += more
         original = None if against is None else open_source(against, verifier.config, fingerprint, say)
-        report["codecs"] = [c._asdict() for c in _costs(source, original, verifier, {f.sample for f in findings})]
+        report["codecs"] = [c._asdict() for c in costs(source, original, verifier, {f.sample for f in findings})]
     elif against is not None:
         raise EyasError("--against compares through the verifier's head: name it (--verifier-path)")
     report["skipped"] = [list(s) for s in source.skipped]
@@ -353,61 +353,3 @@ def _right(source: Source, i: int, head: Tensor, norm: FinalNorm | None) -> npt.
     last = source.states(i, int(at[0]), int(at[-1]) + 1, layers=source.manifest.layers[-1:])[0]
     named = top1(last[torch.from_numpy(at - at[0])], head, norm).numpy()
     return np.stack([named == ids[at + k] for k in range(3)])
-
-
-# -- what a codec costs ----------------------------------------------------------------------------------------------
-
-
-def _costs(source: Source, original: Source | None, verifier: Verifier, faulty: set[str]) -> list[codecs.Cost]:
-    """Of every codec, tried on bfloat16 states; or, against the original, of what this store holds."""
-    manifest = source.manifest
-    good = [i for i, name in enumerate(source.ids) if name not in faulty]
-    if original is None and manifest.codec != "bf16":
-        return []
-    spread = [good[int(k)] for k in np.linspace(0, len(good) - 1, min(2 * COST_SAMPLES, len(good)))] if good else []
-    looked, others = list(dict.fromkeys(spread[::2])), list(dict.fromkeys(spread[1::2])) or spread
-    there = {name: j for j, name in enumerate(original.ids)} if original is not None else {}
-    before, after = list[Tensor](), list[Tensor]()
-    for i in looked:
-        ids, mask = source.tokens(i)
-        rows = torch.from_numpy(np.flatnonzero(mask[:-1] & mask[1:])[:COST_ROWS])
-        if not len(rows) or (original is not None and source.ids[i] not in there):
-            continue
-        own = source.states(i)[:, rows]
-        if original is None:
-            before.append(own)
-        else:
-            j = there[source.ids[i]]
-            if not np.array_equal(original.tokens(j)[0], ids):
-                raise EyasError(
-                    f"sample {source.ids[i]} has other tokens in what it is compared with: name its original"
-                )
-            before.append(original.states(j)[:, rows])
-            after.append(own)
-    if not before:
-        return []
-    true = torch.cat(before, dim=1)  # [L, P, Ht]
-    layers = len(manifest.layers)
-    if original is not None:
-        tried = {manifest.codec: torch.cat(after, dim=1)}
-        sizes = {manifest.codec: sum(source.nbytes(i) for i in range(len(source.ids))) / int(source.lengths.sum())}
-    else:
-        channels = codecs.calibrate((source.states(i) for i in others), layers, manifest.hidden_size)
-        tried, sizes = {"bf16": true}, {}
-        for name in codecs.CODECS:
-            sizes[name] = codecs.bytes_per_token(name, manifest.hidden_size, layers)
-            if name != "bf16":
-                by = channels if name == "int8" else [None] * layers
-                read_back = [codecs.decode(*codecs.encode(x, name, c), c) for x, c in zip(true, by, strict=True)]
-                tried[name] = torch.stack(read_back)
-    norm, head = verifier.final_norm(), verifier.lm_head(dtype=torch.bfloat16)
-
-    def into_head(last: Tensor) -> Tensor:
-        return norm(last.float()) if manifest.norm_side == "before" else last.float()
-
-    found = []
-    for name, states in tried.items():
-        kl, same = codecs.compare(into_head(true[-1]), into_head(states[-1]), head)
-        error = (states.float() - true.float()).norm(dim=2) / true.float().norm(dim=2).clamp(min=1e-20)
-        found.append(codecs.Cost(name, kl, same, float(error.mean()), sizes[name]))
-    return found
