@@ -13,7 +13,7 @@ import torch
 
 from eyas.errors import EyasError
 from eyas.store.agreement import agreement, norm_side
-from eyas.store.foreign import founding
+from eyas.store.foreign import founding, index
 from eyas.store.foreign.index import KEPT_NAME
 from eyas.store.reader import open_source
 from eyas.verifier import FinalNorm, Verifier
@@ -186,6 +186,21 @@ def test_the_index_is_built_once_and_again_when_a_file_changes(
     assert len(looked) == 2 * COUNT
     assert [name for name, _ in third.skipped] == ["data_5.pt"]
     assert third.tokens(5)[0].tolist() == on_policy[6]["input_ids"].tolist()
+
+
+def test_a_long_index_build_says_where_it_is(
+    tmp_path: Path, on_policy: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, said = save(tmp_path / "d", on_policy * 4), list[str]()
+    (folder / "data_7.pt").write_bytes(b"torn")
+    monkeypatch.setattr(index, "SAY_SECONDS", 0)
+    monkeypatch.setattr(index, "_TOGETHER", 5)
+    open_source(folder, say=said.append)
+    assert said[-1].startswith("index 48/48 samples · ")
+    assert said[-1].endswith(" a second · 1 left out · 0 s left")
+    again = list[str]()
+    open_source(folder, say=again.append)
+    assert again == []
 
 
 def test_a_damaged_index_is_not_believed(tmp_path: Path, on_policy: list[Any]) -> None:

@@ -60,9 +60,10 @@ class Finding(NamedTuple):
 
 @dataclass
 class _Look:
-    """What one sample showed. sketch: [SKETCH] of row 0 of the first layer; digest: of the last state."""
+    """What one sample showed. token: its first; sketch: [SKETCH] of row 0 of the first layer; digest: of the last."""
 
     findings: list[Finding]
+    token: int = -1
     sketch: npt.NDArray[np.float32] | None = None
     digest: str = ""
 
@@ -197,7 +198,7 @@ def _look(source: Source, i: int, layers: Sequence[Tensor], directions: Tensor) 
         return _Look([Finding(name, "unreadable", str(error))])
     found = [Finding(name, *f) for f in faults(layers, ids, source.manifest.layers, np.flatnonzero(mask))]
     sketch = (layers[0][0].float() @ directions).numpy()
-    return _Look(found, sketch, xxhash.xxh3_64_hexdigest(_bits(layers[-1]).tobytes()))
+    return _Look(found, int(ids[0]), sketch, xxhash.xxh3_64_hexdigest(_bits(layers[-1]).tobytes()))
 
 
 def _bits(layer: Tensor) -> npt.NDArray[np.uint16]:
@@ -259,7 +260,7 @@ def _first_rows(source: Source, looks: list[_Look]) -> list[Finding]:
     groups: dict[int, list[int]] = {}
     for i, look in enumerate(looks):
         if look.sketch is not None and np.isfinite(look.sketch).all():
-            groups.setdefault(int(source.tokens(i)[0][0]), []).append(i)
+            groups.setdefault(look.token, []).append(i)
     found = []
     for token, members in groups.items():
         if len(members) < 3:

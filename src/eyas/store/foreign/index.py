@@ -36,7 +36,7 @@ FORMAT = 2
 STATES = 4  # three auxiliary states and the last one
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 SAY_SECONDS = 2.0
-_THREADS = 8
+_THREADS, _TOGETHER = 8, 32  # files that a thread looks at before it says so
 
 Say = Callable[[str], None]
 
@@ -136,7 +136,11 @@ def _key(folder: Path, kind: str, files: Sequence[Path]) -> str:
         return [(s.st_size, s.st_mtime_ns) for s in map(os.stat, paths)]
 
     with ThreadPoolExecutor(_THREADS) as pool:  # a network file system answers many at once
-        stats = [s for some in pool.map(stat, (files[k : k + 256] for k in range(0, len(files), 256))) for s in some]
+        stats = [
+            s
+            for some in pool.map(stat, (files[k : k + _TOGETHER] for k in range(0, len(files), _TOGETHER)))
+            for s in some
+        ]
     top = len(os.fspath(folder))
     said = [f"{FORMAT} {kind}", *(f"{os.fspath(p)[top:]} {s}" for p, s in zip(files, stats, strict=True))]
     return xxhash.xxh3_128_hexdigest("\0".join(said).encode(errors="surrogateescape"))
@@ -155,6 +159,9 @@ def _build(jobs: list[Job], look: Callable[[Any], Found], say: Say | None) -> In
             left = f" · {(len(jobs) - number) / pace:,.0f} s left" if number else ""
             say(f"index {number:,}/{len(jobs):,} samples · {pace:,.0f} a second · {len(broken):,} left out{left}")
 
+    def look_at(some: list[Job]) -> list[Found | str]:
+        return [try_look(job) for job in some]
+
     def try_look(job: Job) -> Found | str:
         try:
             return look(job.what)
@@ -164,21 +171,23 @@ def _build(jobs: list[Job], look: Callable[[Any], Found], say: Say | None) -> In
             return f"cannot be read ({error.strerror or error})"
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        waiting = [pool.submit(try_look, job) for job in jobs]
+        groups = [jobs[k : k + _TOGETHER] for k in range(0, len(jobs), _TOGETHER)]
+        waiting = [pool.submit(look_at, group) for group in groups]
         try:
-            for number, (job, future) in enumerate(zip(jobs, waiting, strict=True)):
+            for group, future in zip(groups, waiting, strict=True):
                 while True:
                     try:
-                        result = future.result(timeout=SAY_SECONDS)
+                        results = future.result(timeout=SAY_SECONDS)
                         break
                     except TimeoutError:
-                        tell(number)  # a disk that does not answer is told, too
-                if isinstance(result, str):
-                    broken.append((job.name, result))
-                else:
-                    names.append(job.name)
-                    found.append(result)
-                tell(number + 1)
+                        tell(len(names) + len(broken))  # a disk that does not answer is told, too
+                for job, result in zip(group, results, strict=True):
+                    if isinstance(result, str):
+                        broken.append((job.name, result))
+                    else:
+                        names.append(job.name)
+                        found.append(result)
+                tell(len(names) + len(broken))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

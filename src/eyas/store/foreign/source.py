@@ -103,10 +103,11 @@ class ForeignSource:
                 verifier.name, "", width, n, verifier.vocab_size, layers, side, layer_unit=unit, extractor=self.kind
             )
 
-        self.manifest = manifest("unknown")
-        return manifest(self._norm_side(Verifier(verifier.path), verifier.name))
+        self.manifest = manifest(side)
+        return manifest(self._norm_side(Verifier(verifier.path), verifier.name) or side)
 
     def _norm_side(self, verifier: Verifier, name: str) -> str:
+        """The side that the verifier's head proves, or "" where nothing is trained. Raises EyasError."""
         from eyas.store.agreement import norm_side
 
         rows: list[torch.Tensor] = []
@@ -120,7 +121,7 @@ class ForeignSource:
                 rows.append(last[torch.from_numpy(at - at[0])])
                 targets.append(ids[at + 1])
         if not rows:
-            return "unknown"
+            return ""
         wanted = torch.from_numpy(np.concatenate(targets)).long()
         side, share = norm_side(torch.cat(rows), wanted, verifier.lm_head(dtype=torch.bfloat16), verifier.final_norm())
         if side is None:
