@@ -179,8 +179,9 @@ def _look_at_all(source: Source, threads: int, say: Callable[[str], None]) -> li
         return _look(source, i, layers, directions)
 
     for i, look in scan(source, range(len(source.ids)), work, threads):
-        broken = isinstance(look, EyasError)
-        looks.append(_Look([Finding(source.ids[i], "unreadable", str(look))]) if broken else look)
+        if isinstance(look, EyasError):
+            look = _Look([Finding(source.ids[i], "unreadable", str(look))])
+        looks.append(look)
         nbytes += source.nbytes(i)
         now = time.monotonic()
         if now - said >= SAY_SECONDS:
@@ -240,13 +241,8 @@ def faults(
             found.append(("constant", f"layer {k} is the same at every position"))
         elif same:
             found.append(("repeated", f"layer {k}: {len(same)} rows equal the one before, the first at {same[0]}"))
-        same_size = before is not None and before.shape == bits.shape
-        if (
-            same_size
-            and len(zero) < len(ids)
-            and np.array_equal(largest, largest_before)
-            and np.array_equal(bits, before)
-        ):
+        may_be_equal = len(zero) < len(ids) and np.array_equal(largest, largest_before)
+        if may_be_equal and before is not None and np.array_equal(bits, before):
             found.append(("equal", f"layers {names[j - 1]} and {k} are the same"))
         before, largest_before = bits, largest
     return found

@@ -56,7 +56,7 @@ def costs(source: Source, original: Source | None, verifier: Verifier, faulty: s
         for name in codecs.CODECS:
             sizes[name] = codecs.bytes_per_token(name, manifest.hidden_size, layers)
             if name != "bf16":
-                by = channels if name == "int8" else [None] * layers
+                by: list[Tensor | None] = list(channels) if name == "int8" else [None] * layers
                 read_back = [codecs.decode(*codecs.encode(x, name, c), c) for x, c in zip(true, by, strict=True)]
                 tried[name] = torch.stack(read_back)
     norm, head = verifier.final_norm(), verifier.lm_head(dtype=torch.bfloat16)

@@ -215,6 +215,7 @@ def _run(data: bytes | IO[bytes], tensors: list[Saved]) -> Any:
         del stack[at:]
         return taken
 
+    argument: Any
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name
         if name in _VALUES:
@@ -329,7 +330,7 @@ class Stream:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = gzip.open(path, "rb")  # noqa: SIM115
+        self._file: Any = gzip.open(path, "rb")  # noqa: SIM115
         self.tree: Any = None
         self._sizes: dict[str, int] = {}
 
