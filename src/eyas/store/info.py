@@ -30,6 +30,8 @@ def info(path: Path) -> dict[str, Any]:
         "layer_unit": manifest.layer_unit,
         "norm_side": manifest.norm_side,
         "dtype": manifest.dtype,
+        "codec": manifest.codec,
+        "last_rows": manifest.last_rows,
         "samples": len(source.ids),
         "tokens": tokens,
         "trained_tokens": trained,
@@ -59,8 +61,8 @@ def describe(told: dict[str, Any]) -> str:
         f"{told['path']}: {told['samples']:,} samples of {told['verifier']}, {told['tokens']:,} tokens, "
         f"{told['trained_share']:.1%} of them trained",
         f"{size(told['state_bytes'])} of states, {told['bytes_per_token']:,.0f} B a token: layers "
-        f"{', '.join(map(str, told['layers']))} of width {told['hidden_size']}, {told['dtype']}, last state "
-        f"{told['norm_side']} the final norm",
+        f"{', '.join(map(str, told['layers']))} of width {told['hidden_size']} in {told['codec']}; of the last state,"
+        f" which is {told['norm_side']} the final norm, {told['last_rows']} rows",
         f"{size(told['disk_bytes'])} on disk in {told['shards']:,} shards ({told['open_shards']} open) of "
         f"{len(told['writers'])} writers",
         f"lengths: {of['min']:,} to {of['max']:,}, median {of['p50']:,}, mean {of['mean']:,}, 90 % up to {of['p90']:,}",

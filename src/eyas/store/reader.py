@@ -113,7 +113,8 @@ class StoreSource:
         self.manifest = Manifest.load(path)
         check_verifier(path, self.manifest, verifier, fingerprint)
         self._files = Files()
-        self._channels = codecs.channels_of(self.manifest)
+        channels = codecs.channels_of(self.manifest)
+        self._channels = None if channels is None else list(channels)  # the same tensors every time
         self._stored = layout.STORED_AS[self.manifest.codec]
         index = load_index(path, layout.parts_count(self.manifest), self._stored)
         self.skipped = list(index.broken)

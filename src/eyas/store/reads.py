@@ -253,9 +253,15 @@ def decode(memory: Tensor, flat: Sequence[Extent], places: Sequence[int]) -> lis
             values = values.float().mul_(_rows(memory, e.scales, places[k]))
             k += 1
         if e.channels is not None:
-            values = values.float().mul_(e.channels.to(memory.device))
+            values = values.float().mul_(_on(e.channels, memory.device))
         rows.append(values.to(torch.bfloat16))
     return rows
+
+
+@functools.lru_cache(256)
+def _on(channels: Tensor, device: torch.device) -> Tensor:
+    """Channels on a device: one copy for all batches."""
+    return channels.to(device)
 
 
 def _rows(memory: Tensor, e: Extent, place: int) -> Tensor:
