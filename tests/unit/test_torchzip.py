@@ -169,6 +169,14 @@ def test_opcodes_that_a_dictionary_of_tensors_needs_not_are_refused(data: bytes)
     assert not Path("/tmp/eyas-ran").exists()
 
 
+def test_a_small_pickle_that_unfolds_into_a_large_tree_does_not(tmp_path: Path) -> None:
+    level: Any = [torch.zeros(1)]
+    for _ in range(4):
+        level = [level] * 3000  # 3000^4 leaves, were each place walked
+    torch.save({"input_ids": level}, tmp_path / "a.pt")
+    assert len(open_saved(tmp_path / "a.pt")["input_ids"]) == 3000
+
+
 def test_nothing_that_may_be_named_is_imported_or_called() -> None:
     """The allow-list holds text; parsing a name of it gives a pair of strings, whatever torch would make of it."""
     assert all(isinstance(module, str) and isinstance(name, str) for module, name in ALLOWED)

@@ -147,16 +147,24 @@ def _data_start(file: IO[bytes], info: zipfile.ZipInfo) -> int:
 
 
 def replace(tree: Any, change: Any) -> Any:
-    """The dictionary, list or tuple `tree` with every `Saved` in its first three levels changed."""
+    """The dictionary, list or tuple `tree` with every `Saved` in its first three levels changed.
+
+    A container that stands in many places is walked once, so a small pickle cannot unfold into a large tree.
+    """
+    done: dict[tuple[int, int], Any] = {}
 
     def walk(node: Any, depth: int) -> Any:
         if isinstance(node, Saved):
             return change(node)
-        if depth and isinstance(node, dict):
-            return {key: walk(value, depth - 1) for key, value in node.items()}
-        if depth and type(node) in (list, tuple):
-            return type(node)(walk(value, depth - 1) for value in node)
-        return node
+        if not depth or type(node) not in (dict, list, tuple):
+            return node
+        if (id(node), depth) not in done:
+            if isinstance(node, dict):
+                made: Any = {key: walk(value, depth - 1) for key, value in node.items()}
+            else:
+                made = type(node)(walk(value, depth - 1) for value in node)
+            done[id(node), depth] = made
+        return done[id(node), depth]
 
     return walk(tree, 3)
 
