@@ -15,6 +15,7 @@ from eyas.store import convert as module
 from eyas.store.convert import convert
 from eyas.store.reader import open_source
 from eyas.store.writer import StoreWriter
+from eyas.train.batches import Loader
 from eyas.verifier import Verifier
 
 
@@ -43,6 +44,21 @@ def test_every_source_becomes_a_store(tmp_path: Path, on_policy: list[Any], tiny
         assert source.tokens(i)[0].tolist() == s["input_ids"].tolist()
         for part, layer in zip(source.records[i].parts, wanted, strict=True):
             assert part.xxh3 == xxhash.xxh3_64_hexdigest(layer.contiguous().view(torch.uint8).numpy().data)
+
+
+@pytest.mark.parametrize("kind", list(WRITERS))
+def test_training_reads_other_tools_files_as_it_reads_the_store(
+    tmp_path: Path, on_policy: list[Any], tiny_verifier: Path, kind: str
+) -> None:
+    folder = write(kind, tmp_path / "d", on_policy)
+    convert(folder, tmp_path / "store", Verifier(tiny_verifier), say=quiet)
+    packs = [[3, 0, 7], [11, 2], [1]]
+    for cut in (512, 18):
+        loaders = [Loader(open_source(path), packs, 3, cut, 2) for path in (folder, tmp_path / "store")]
+        for a, b in zip(*loaders, strict=True):
+            assert torch.equal(a.states, b.states)
+            assert torch.equal(a.last, b.last)
+            assert torch.equal(a.plan.tokens, b.plan.tokens)
 
 
 def test_a_store_of_a_store_has_the_same_checksums(tmp_path: Path, on_policy: list[Any], tiny_verifier: Path) -> None:
