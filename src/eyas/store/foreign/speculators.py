@@ -64,9 +64,8 @@ class _Rows:
 
     def row(self, n: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """(input_ids, loss_mask) of row n."""
-        return tuple(  # type: ignore[return-value]
-            column[n].values.to_numpy(zero_copy_only=False) for column in (self._ids, self._mask)
-        )
+        ids, mask = (c[n].values.to_numpy(zero_copy_only=False) for c in (self._ids, self._mask))
+        return ids, mask
 
 
 def look(path: Path, folder: Path, rows: _Rows) -> Found:
@@ -83,7 +82,7 @@ def look(path: Path, folder: Path, rows: _Rows) -> Found:
             raise Unreadable(f"token_ids are {tokens[0]}, not whole numbers")
         theirs = np.empty(int(np.prod(tokens[1])), dtype="<i8" if tokens[0] == "I64" else "<i4")
         file.seek(tokens[2])
-        file.readinto(theirs.view(np.uint8))
+        file.readinto(theirs.view(np.uint8).data)
     if not np.array_equal(theirs, ids):
         raise Unreadable(f"holds states of other tokens than row {number} of the dataset")
     kind, shape, offset = states

@@ -369,7 +369,7 @@ class Stream:
         """Whether the file ends as a gzip of these storages does: a cut one is told without decompressing it."""
         with self._path.open("rb") as file:
             file.seek(-4, os.SEEK_END)
-            (size,) = struct.unpack("<I", file.read(4))  # of the decompressed file, modulo 2**32
+            size = int.from_bytes(file.read(4), "little")  # of the decompressed file, modulo 2**32
         return (size - sum(self._sizes.values())) % (1 << 32) < _GZIP_SLACK
 
     def take(self, count: int) -> bytes:
@@ -381,7 +381,7 @@ class Stream:
             return self._exactly(count)
 
     def _exactly(self, count: int) -> bytes:
-        data = self._file.read(count)
+        data: bytes = self._file.read(count)
         if len(data) != count:
             raise EOFError("it ends early")
         return data
