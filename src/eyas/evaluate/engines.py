@@ -204,9 +204,15 @@ def run_vllm(
     log: list[str] = []
     try:
         process = subprocess.Popen(
-            command, env=engine_environment(python), cwd=work, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace",
-        )  # fmt: skip
+            command,
+            env=engine_environment(python),
+            cwd=work,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
     except OSError as error:
         raise EyasError(f"{python} cannot be started ({error.strerror}): name a Python that has vLLM") from None
     try:
