@@ -37,10 +37,13 @@ def decoded(verifier: Any, drafter_dir: Path, prompts: list[list[int]]) -> dict[
     model = verifier.load_model(torch.float32)
     layers = verifier.config.capture_layers()
     found = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the products are small: on a busy machine two threads wait for each other at every one
     for k in DRAFT_TOKENS:
         options = EvalOptions(draft_tokens=k, max_new_tokens=MAX_TOKENS, dtype="fp32")
         run = decoder(model, drafter.eval(), vocabulary, verifier, layers, options, torch.float32)
         found[k] = run(prompts, True)
+    torch.set_num_threads(threads)
     return found
 
 
