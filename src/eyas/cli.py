@@ -51,6 +51,18 @@ def layer_list(text: str | None) -> Any:
         raise EyasError(f"--layers {text}: name three numbers, as 2,30,58") from None
 
 
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The JSON object that an option holds; EyasError where it is none."""
+    import json
+
+    from eyas.errors import EyasError
+
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        raise EyasError(f'{option} {text}: give a JSON object, as {{"tensor_parallel_size": 8}}') from None
+
+
 @app.command()
 def prepare(
     verifier_path: VerifierPath,
@@ -89,7 +101,19 @@ def capture(
     layers: Annotated[
         str | None, typer.Option(help="HF indices of the three states, as 2,30,58; default 2, n//2, n-3")
     ] = None,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass")] = 4096,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass (local)")] = 4096,
+    engine: Annotated[str, typer.Option(help="local (transformers, in this process) or vllm")] = "local",
+    regenerate: Annotated[
+        bool, typer.Option("--regenerate", help="vllm: answer anew, and keep the states of the same pass")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest new answer")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="Of new answers; 0 is greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Of new answers")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of new answers")] = 0,
+    in_flight: Annotated[int, typer.Option(min=1, help="vllm: sequences in the engine at a time")] = 64,
+    engine_args: Annotated[
+        str, typer.Option(help='vllm: more of its engine\'s arguments, as {"tensor_parallel_size": 8}')
+    ] = "{}",
     codec: CodecOption = "bf16",
     last: LastOption = "all",
     dtype: DtypeOption = "auto",
@@ -97,12 +121,36 @@ def capture(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Run the verifier over prepared samples and keep its hidden states in a store. Started again, it goes on."""
-    from eyas.capture.local import capture as run
+    from eyas.capture import local, vllm
+    from eyas.errors import EyasError
     from eyas.verifier import Verifier
 
     chosen = layer_list(layers)
     verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
-    run(
+    if engine == "vllm":
+        if codec != "bf16" or last != "all":
+            raise EyasError("--codec and --last need --engine local: capture, then eyas store convert")
+        more = json_object("--engine-args", engine_args)
+        if trust_remote_code:
+            more["trust_remote_code"] = True
+        answers = vllm.Answers(max_new_tokens, temperature, top_p, seed) if regenerate else None
+        vllm.capture(
+            verifier,
+            prepared,
+            output_dir,
+            layers=chosen,
+            dtype=dtype,
+            answers=answers,
+            in_flight=in_flight,
+            engine_args=more,
+            say=say,
+        )
+        return
+    if engine != "local":
+        raise EyasError(f"--engine {engine}: local or vllm")
+    if regenerate:
+        raise EyasError("--regenerate needs --engine vllm; without it: eyas prepare --regenerate, then eyas capture")
+    local.capture(
         verifier,
         prepared,
         output_dir,
@@ -218,6 +266,55 @@ def evaluate(
         trust_remote_code=trust_remote_code,
     )
     evaluate_checkpoint(checkpoint, options, output, say)
+
+
+@app.command()
+def bench(
+    checkpoint: Annotated[Path, typer.Argument(help="A run directory, or a folder that the engine loads")],
+    verifier_path: Annotated[str | None, typer.Option(help="Default: the run's")] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="Conversations to ask; default: those the run kept for validation")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts, at most")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each")] = 64,
+    draft_tokens: Annotated[int, typer.Option(min=1, max=16, help="Drafts a round")] = 3,
+    sweep: Annotated[str | None, typer.Option(help="Several of them, as 1..7 or 1,3,5; names the best")] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Sequences at a time")] = 16,
+    singles: Annotated[int, typer.Option(min=1, help="Prompts of the one-stream run")] = 8,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the sampled run")] = 1.0,
+    dtype: DtypeOption = "auto",
+    url: Annotated[str | None, typer.Option(help="A server with the drafter, instead of starting vLLM")] = None,
+    url_alone: Annotated[str | None, typer.Option(help="A server without it")] = None,
+    engine_python: Annotated[str | None, typer.Option(help="A Python that has vLLM; default: this one")] = None,
+    engine_args: Annotated[str, typer.Option(help='More of vLLM\'s arguments, as {"tensor_parallel_size": 8}')] = "{}",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show that outputs differ at near-ties only (loads the verifier twice)")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; default bench.json in the run")] = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Measure a drafter in the engine that serves it: accept length, speed with and without, equal outputs."""
+    from eyas.evaluate.engines import BenchOptions, drafts_of
+    from eyas.evaluate.engines import bench as run
+
+    options = BenchOptions(
+        verifier_path=verifier_path,
+        prompts=prompts or [],
+        count=count,
+        max_new_tokens=max_new_tokens,
+        draft_tokens=drafts_of(sweep) if sweep else (draft_tokens,),
+        streams=streams,
+        singles=singles,
+        temperature=temperature,
+        dtype=dtype,
+        url=url,
+        url_alone=url_alone,
+        engine_python=engine_python,
+        engine_args=json_object("--engine-args", engine_args),
+        explain=explain,
+        trust_remote_code=trust_remote_code,
+    )
+    run(checkpoint, options, output, say)
 
 
 @app.command()

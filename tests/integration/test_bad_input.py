@@ -483,7 +483,7 @@ def test_a_disk_that_fills_up_during_capture_keeps_what_is_recorded_and_goes_on_
     tiny: Tiny, disk: Disk, eyas: Eyas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.mount("size=16m")
-    monkeypatch.setattr("eyas.capture.local._check_space", lambda *_: None)  # somebody else fills it meanwhile
+    monkeypatch.setattr("eyas.capture.local.check_space", lambda *_: None)  # somebody else fills it meanwhile
     disk.fill(900)
     arguments = commands(tiny, tmp_path, disk.path / "out", tiny.verifier)["capture"]
     result = eyas(*arguments, "--batch-tokens", 100)
