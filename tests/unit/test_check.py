@@ -290,6 +290,8 @@ FAULTS = [
     Fault("norms on queries", tensors(midlayer__self_attn__q_norm__weight=torch.ones(16)), "other-function", "SGLang passes over them and computes another function", None),
     Fault("dead weight", tensors(midlayer__self_attn__rotary_emb__inv_freq=torch.ones(8)), "useless", "may stop at loading", "whole"),
     Fault("eagle_config without aux states", config(eagle_config={"use_aux_hidden_state": False}), "no-aux", "the last state alone", "clean"),
+    Fault("biases announced and not there", config(attention_bias=True), "bias-flag", "leave them unfilled", "whole"),
+    Fault("no torch_dtype", without("torch_dtype"), "dtype-missing", "takes float32 or its own default", "whole", code=1),
     Fault("other activation", config(hidden_act="gelu"), "activation", "SwiGLU", None),
     Fault("MLA under llama's name", config(architectures=["LlamaForCausalLMEagle3"]), "architecture", "makes a drafter of the llama kind and leaves it random", "whole", form="mla"),
     Fault("MLA drafter without head", without("lm_head.weight"), "head-missing", "SGLang 0.5.23, 0.5.14 leaves it random", "clean", form="mla"),

@@ -24,6 +24,8 @@ from eyas.drafter.speculators import speculators_name
 if TYPE_CHECKING:
     from torch import Tensor
 
+TORCH = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
 
 def repaired(s: Subject, findings: list[Finding]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and tensors of the repaired copy, in the contract's names; other tensors and keys as they are.
@@ -89,6 +91,10 @@ def _settings(s: Subject, keys: set[str], config: dict[str, Any]) -> dict[str, A
         layer["num_hidden_layers"] = 1
     if keys & {"tied", "tied-missing"}:
         config["tie_word_embeddings"] = False
+    if "dtype-missing" in keys:
+        config["torch_dtype"] = TORCH[s.folder.tensors["fc.weight"].dtype]
+    if "bias-flag" in keys:
+        layer.update({k: False for k in ("attention_bias", "mlp_bias", "bias") if layer.get(k)})
     if "no-aux" in keys:
         config["eagle_config"]["use_aux_hidden_state"] = True
     if "max-positions" in keys and s.verifier is not None:

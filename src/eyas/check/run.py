@@ -180,6 +180,7 @@ def as_data(s: Subject, found: list[Finding], path: Path, copy: dict[str, Any] |
             {
                 "engine": x.engine.name,
                 "versions": x.engine.versions,
+                "read_from": x.engine.read_from,
                 "refuses": x.refuses,
                 "loads": list(x.loads),
                 "ignores": list(x.ignores),

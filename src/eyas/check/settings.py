@@ -29,21 +29,13 @@ def architecture(s: Subject) -> Iterator[Finding]:
     """The name by which an engine chooses its code."""
     if s.folder.speculators:
         deaf = [x for x in s.loadings if not x.engine.speculators_form]
-        if deaf and len(deaf) < len(s.loadings):
+        alone = len(deaf) == len(s.loadings)  # nobody is left who reads it
+        if deaf:
             yield Finding(
                 "speculators-form",
-                False,
+                alone,
                 "config.json is speculators' nested one",
-                f"vLLM loads the folder by itself; {titles(deaf)} does not",
-                None,
-                "`eyas import` and `eyas export` make the form that both engines load",
-            )
-        if deaf and len(deaf) == len(s.loadings):
-            yield Finding(
-                "speculators-form",
-                True,
-                "config.json is speculators' nested one",
-                f"{titles(deaf)} stops: it does not read this form",
+                f"{titles(deaf)} stops: it does not read this form" + ("" if alone else "; vLLM loads it by itself"),
                 None,
                 "`eyas import` and `eyas export` make the form that both engines load",
             )
@@ -139,6 +131,14 @@ def sizes(s: Subject) -> Iterator[Finding]:
             "nothing as long as the default of the config class is false, as llama's is",
             "says false",
         )
+    if not s.config.get("torch_dtype") and not s.config.get("dtype"):
+        yield Finding(
+            "dtype-missing",
+            False,
+            "config.json does not say torch_dtype",
+            "an engine that goes by it takes float32 or its own default",
+            "says the type of the weights",
+        )
     if s.folder.pickled:
         yield Finding(
             "pickle",
@@ -199,6 +199,15 @@ def flags(s: Subject) -> Iterator[Finding]:
             "eagle_config says use_aux_hidden_state false, and fc.weight reads three states",
             f"engines feed it the last state alone: they stop at a shape, or {NOTHING}",
             "sets it to true",
+        )
+    biases = [k for k in ("attention_bias", "mlp_bias", "bias") if s.config.get(k)]
+    if biases and not any(n.endswith(".bias") for n in s.folder.tensors):
+        yield Finding(
+            "bias-flag",
+            True,
+            f"{' and '.join(biases)} true, and the file holds no bias",
+            f"engines make biases and leave them unfilled, zeros at best: {LITTLE}",
+            "sets it to false",
         )
     if s.config.get("hidden_act", "silu") != "silu":
         yield Finding(

@@ -118,11 +118,6 @@ class Subject:
         """Whether `ids` [Vd] are a draft vocabulary: ascending tokens of the verifier's."""
         return self.V is not None and bool((ids >= 0).all() and (ids < self.V).all() and (np.diff(ids) > 0).all())
 
-    @property
-    def current(self) -> list[Loading]:
-        """Of the newest releases that were read."""
-        return [x for x in self.loadings if x.engine.current]
-
 
 def titles(loadings: list[Loading]) -> str:
     """SGLang and vLLM 0.32 (V2 runner): the releases of an engine only where not all are meant."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from eyas.check.engines import EMBEDDING, borrows, useless
+from eyas.check.engines import EMBEDDING, Loading, borrows, useless
 from eyas.check.subject import LITTLE, NOTHING, Finding, Subject, listed, titles
 from eyas.drafter.conventions import FLAG_TENSORS, MAPS, canonical, parameters
 from eyas.drafter.folder import FLOATS
@@ -27,14 +27,17 @@ def rules(s: Subject) -> Iterator[Finding]:
 def names(s: Subject) -> Iterator[Finding]:
     """Tensors that are there, under a name that an engine passes over or stops at."""
     wanted = (*parameters(s.kind), EMBEDDING)
-    lost: dict[int, list[str]] = {}
-    for i, x in enumerate(s.loadings):
-        if x.kind == s.kind:  # else it makes another drafter, whatever the names: the rule on the architecture
-            names = [t.name for n, t in s.folder.tensors.items() if n in wanted and n not in x.loads]
-            lost[i] = [n for n in names if x.engine.own_embedding or canonical(n) != EMBEDDING]
-    hurt = [s.loadings[i] for i, names in lost.items() if names]
+    hurt: list[Loading] = []
+    first: list[str] = []
+    for x in s.loadings:
+        if x.kind != s.kind:
+            continue  # it makes another drafter, whatever the names: the rule on the architecture
+        lost = [t.name for n, t in s.folder.tensors.items() if n in wanted and n not in x.loads]
+        lost = [n for n in lost if x.engine.own_embedding or canonical(n) != EMBEDDING]
+        if lost:
+            hurt.append(x)
+            first = first or lost
     if hurt:
-        first = next(names for names in lost.values() if names)
         quiet = [x for x in hurt if x.engine.unknown == "ignored"]
         loud = [x for x in hurt if x.engine.unknown == "refused"]
         sees = [f"{titles(quiet)} passes over them and drafts with random ones: {NOTHING}"] if quiet else []
