@@ -120,6 +120,7 @@ def speculators(verifier: Path, **flags: bool) -> tuple[Config, Tensors]:
     off = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
     nested = {
         "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
+        "dtype": "float32",
         "draft_vocab_size": VD, **off, **flags, "target_hidden_size": None, "tie_word_embeddings": False,
         "embed_requires_grad": False, "eagle_aux_hidden_state_layer_ids": list(LAYERS),
         "transformer_layer_config": {k: v for k, v in config.items() if k not in top},
