@@ -144,7 +144,7 @@ def head(s: Subject) -> Iterator[Finding]:
         what,
         f"engines draft other tokens than the head means: {NOTHING}",
         repair,
-        "not every row is clear enough to be set right: take map and head from one training run",
+        "not every row is clear enough (or there are too many): take map and head from one training run",
     )
 
 

@@ -19,6 +19,7 @@ from eyas.drafter.folder import FLOATS
 SAMPLE = 64  # rows of the head that are compared with the verifier's whole head
 CLEAR, MARGIN = 0.5, 0.1  # cosine of the best match, and its distance to the second
 CHUNK = 8192
+MOST = 2e14  # operations that are spent on all rows: minutes on a server's CPUs, a full vocabulary of 150,000 is beyond
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,11 @@ def favoured(s: Subject, candidates: list[Ints]) -> Ints | None:
 
 @lru_cache(maxsize=4)
 def head_tokens(s: Subject) -> Ints | None:
-    """The verifier id of every row of the head by likeness; None unless every row is clear and no two are one token."""
-    if not comparable(s):
+    """The verifier id of every row of the head by likeness; None unless every row is clear and no two are one token.
+
+    None too where that is more than `MOST` operations.
+    """
+    if not comparable(s) or 2.0 * (s.Vd or 0) * (s.V or 0) * (s.H or 0) > MOST:
         return None
     seen = likeness(s, np.arange(s.shape("lm_head.weight", 0) or 0))
     distinct = len(np.unique(seen.token)) == len(seen.token)
