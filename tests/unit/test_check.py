@@ -254,7 +254,7 @@ FAULTS = [
     Fault("map of another length", tensors(d2t=lambda d: d[:-1]), "map-length", "vLLM stops at loading", "whole"),
     Fault("nulls", config(rope_scaling=None, pad_token_id=None, pretraining_tp=None), "null", "stops at a null in a typed field", "clean"),
     Fault("no rope_theta", without("rope_theta"), "rope-one-form", "transformers 4 takes 10,000 without a word", "whole"),
-    Fault("no rope keys", without("rope_theta", "rope_parameters"), "rope-missing", "every engine takes 10,000, the verifier's is 50,000", None),
+    Fault("no rope keys", without("rope_theta", "rope_parameters"), "rope-missing", "every engine takes 10,000, the verifier's is 50,000", None, code=1),
     Fault("two thetas", config(rope_theta=1e6), "rope-two", "read different ones", None),
     Fault("short positions", config(max_position_embeddings=128), "max-positions", "beyond 128 tokens", "whole"),
     Fault("no positions", without("max_position_embeddings"), "max-positions", "transformers' default", "clean"),
