@@ -458,6 +458,44 @@ def test_one_engine_can_be_asked_for(verifier: Path, tmp_path: Path) -> None:
         answer(folder, engine="trt")
 
 
+JUNK: list[Any] = [None, 0, -1, 3, 1e30, "x", "", [], [1], {}, {"a": None}, True, [2, 4, 5], [None]]
+
+
+def scramble(rng: np.random.Generator, c: Config, t: Tensors) -> None:
+    """A few settings and tensors replaced by something that nobody would write."""
+    extra = ["rope_scaling", "eagle_config", "eagle_aux_hidden_state_layer_ids", "norm_output", "dtype", "bias"]
+    for _ in range(rng.integers(1, 4)):
+        key = str(rng.choice([*sorted(c), *extra]))
+        if rng.random() < 0.3:
+            c.pop(key, None)
+        else:
+            c[key] = JUNK[rng.integers(len(JUNK))]
+    for _ in range(rng.integers(0, 3)):
+        key = str(rng.choice(sorted(t)))
+        shape = tuple(int(x) for x in rng.integers(0, 130, rng.integers(0, 4)))
+        dtype = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.int8, torch.float16][rng.integers(6)]
+        if rng.random() < 0.3:
+            t.pop(key)
+        else:
+            t[key] = torch.randn(shape if shape and np.prod(shape) < 50_000 else (3,)).to(dtype)
+
+
+@pytest.mark.parametrize("form", ["eagle3", "mla", "speculators"])
+def test_whatever_stands_in_the_folder_is_judged_or_refused_in_a_line(
+    verifier: Path, tmp_path: Path, form: str
+) -> None:
+    rng = np.random.default_rng(0)
+    codes = set()
+    for i in range(40):
+        folder = write(tmp_path / f"c{i}", *MAKE[form](verifier), lambda c, t: scramble(rng, c, t))
+        for options in ({}, {"fix": tmp_path / f"fixed{i}"}):
+            try:
+                codes.add(answer(folder, verifier if i % 4 else None, **options)["exit"])
+            except EyasError as e:
+                assert "\n" not in str(e)
+    assert 2 in codes
+
+
 def spoil(folder: Path, name: str, content: bytes | None) -> None:
     if content is None:
         (folder / name).unlink()

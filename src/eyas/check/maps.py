@@ -25,7 +25,7 @@ def targets(s: Subject) -> Ints | None:
     t2d settles it where its count fits; else d2t, as offsets or, where those cannot be, as absolute ids. Where two
     readings are left, the verifier's head decides if it is at hand.
     """
-    marked = s.marked if s.marked is not None and len(s.marked) == s.Vd else None
+    marked = s.marked if s.marked is not None and len(s.marked) == s.Vd and s.names(s.marked) else None
     d2t = s.d2t if s.d2t is not None and len(s.d2t) == s.Vd else None
     if d2t is None:
         return marked

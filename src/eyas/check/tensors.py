@@ -172,7 +172,7 @@ def shapes(s: Subject) -> Iterator[Finding]:
         found = s.folder.shape(name)
         if found is None or None in sides or found == sides:
             continue
-        if name == "fc.weight" and found[:1] == sides[:1]:
+        if name == "fc.weight" and len(found) == 2 and found[0] == sides[0]:
             yield _fc_width(s, found[1])
             continue
         yield Finding(
