@@ -490,7 +490,9 @@ def test_whatever_stands_in_the_folder_is_judged_or_refused_in_a_line(
         folder = write(tmp_path / f"c{i}", *MAKE[form](verifier), lambda c, t: scramble(rng, c, t))
         for options in ({}, {"fix": tmp_path / f"fixed{i}"}):
             try:
-                codes.add(answer(folder, verifier if i % 4 else None, **options)["exit"])
+                code = answer(folder, verifier if i % 4 else None, **options)["exit"]
+                assert code < 2 or not (tmp_path / f"fixed{i}").exists(), "a copy that is still broken"
+                codes.add(code)
             except EyasError as e:
                 assert "\n" not in str(e)
     assert 2 in codes

@@ -94,7 +94,8 @@ def _settings(s: Subject, keys: set[str], config: dict[str, Any]) -> dict[str, A
     if "dtype-missing" in keys:
         config["torch_dtype"] = TORCH[s.folder.tensors["fc.weight"].dtype]
     if "bias-flag" in keys:
-        layer.update({k: False for k in ("attention_bias", "mlp_bias", "bias") if layer.get(k)})
+        for part in (config, layer):
+            part.update({k: False for k in ("attention_bias", "mlp_bias", "bias") if part.get(k)})
     if "no-aux" in keys:
         config["eagle_config"]["use_aux_hidden_state"] = True
     if "max-positions" in keys and s.verifier is not None:

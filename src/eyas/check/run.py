@@ -6,6 +6,7 @@ Exit codes: 0 fine, 1 works with remarks, 2 broken (or not to be judged: then on
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from eyas.verifier import Verifier
 
 FINE, REMARKS, BROKEN = 0, 1, 2
+PASSES = 4  # of repairing and judging again
 WORDS = {FINE: "fine", REMARKS: "works, with remarks", BROKEN: "broken"}
 
 
@@ -72,13 +74,11 @@ def check(
         for line in told(subject, found, path):
             say(line)
     if fix is not None and found:
-        copy = write_copy(subject, found, fix)
-        again = Subject(DrafterFolder(fix), engines, verifier, layers)
-        left = judge(again)
+        again, left, repairs = write_copy(subject, found, fix)
         result = code(left)
-        copy["findings"] = [asdict(f) for f in left]
+        copy = {"path": str(fix), "repairs": repairs, "findings": [asdict(f) for f in left]}
         if not as_json:
-            say(f"repaired copy in {fix}: " + "; ".join(copy["repairs"]))
+            say(f"repaired copy in {fix}: " + "; ".join(repairs))
             for line in told(again, left, fix):
                 say(line)
     elif fix is not None and not as_json:
@@ -96,22 +96,40 @@ def _verifier(path: str | None, trust_remote_code: bool) -> Verifier | None:
     return Verifier(path, trust_remote_code=trust_remote_code)
 
 
-def write_copy(s: Subject, found: list[Finding], output: Path) -> dict[str, Any]:
-    """Write the repaired copy, whole or not at all. Raises EyasError where a fault is left that nobody can repair."""
+def write_copy(s: Subject, found: list[Finding], output: Path) -> tuple[Subject, list[Finding], list[str]]:
+    """Write the repaired copy; returns it, what is found in it, and what was repaired.
+
+    A repair can bring to light what a wrong setting hid, so the copy is judged and repaired again. Raises EyasError,
+    and leaves nothing, where a fault is left that nobody can repair.
+    """
     from eyas.check.fixing import repaired
     from eyas.drafter.checkpoint import write_folder
 
-    if left := [f for f in found if f.broken and not f.repair]:
-        raise EyasError(
-            f"not repaired, and nothing was written: {left[0].what}; {left[0].todo}"
-            + (f" ({len(left) - 1} more faults cannot be repaired either)" if len(left) > 1 else "")
-        )
-    repairs = list(dict.fromkeys(f.repair for f in found if f.repair))
+    repairs: list[str] = []
+    for _ in range(PASSES):
+        if left := [f for f in found if f.broken and not f.repair]:
+            _remove(output)
+            more = f" ({len(left) - 1} more faults cannot be repaired either)" if len(left) > 1 else ""
+            raise EyasError(f"not repaired, and nothing was written: {left[0].what}; {left[0].todo}{more}")
+        wanted = [f.repair for f in found if f.repair]
+        if not wanted:
+            break
+        repairs += [r for r in wanted if r not in repairs]
+        config, weights = repaired(s, found)
+        write_folder(output, weights, {"config.json": config})
+        s = Subject(DrafterFolder(output), tuple(x.engine for x in s.loadings), s.verifier, s.trained_layers)
+        found = judge(s)
     if not repairs:
-        raise EyasError("nothing of this can be repaired without guessing, and nothing was written: " + found[0].todo)
-    config, weights = repaired(s, found)
-    write_folder(output, weights, {"config.json": config})
-    return {"path": str(output), "repairs": repairs}
+        raise EyasError(f"nothing of this can be repaired without guessing, and nothing was written: {found[0].todo}")
+    if code(found) == BROKEN:
+        _remove(output)
+        raise EyasError(f"not repaired, and nothing was written: {found[0].what} comes back")
+    return s, found, repairs
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
 
 
 def told(s: Subject, found: list[Finding], path: Path) -> list[str]:
