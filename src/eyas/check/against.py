@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from eyas.check.engines import EMBEDDING
-from eyas.check.likeness import head_tokens, sample
+from eyas.check.likeness import head_tokens, order_in, sample
 from eyas.check.maps import targets
 from eyas.check.settings import rope_settings
 from eyas.check.subject import LITTLE, NOTHING, Finding, Ints, Subject, titles
@@ -119,24 +119,21 @@ def head(s: Subject) -> Iterator[Finding]:
     if seen.clear.mean() < 0.5:
         return
     meant = mapped(s)
-    if meant is not None and (meant[rows] == seen.token)[seen.clear].mean() >= 0.9:
+    if meant is None:
         return
-    shown = head_tokens(s)
-    if meant is None and shown is None:
+    agree = float((meant[rows] == seen.token)[seen.clear].mean())
+    if agree >= 0.9:
         return
-    wrong = 1.0 if meant is None else 1 - float((meant[rows] == seen.token)[seen.clear].mean())
-    ordered = shown is not None and bool((np.diff(shown) > 0).all())
-    if meant is not None and shown is not None and np.array_equal(np.sort(shown), meant):
-        what = f"the rows of lm_head are in another order than the map says ({wrong:.0%} of them are other tokens)"
-        repair: str | None = "puts the rows in the order of their tokens, as the verifier's head shows it"
-    elif ordered:
+    shown = rows_of_head(s, meant)
+    repair: str | None
+    if shown is not None and np.array_equal(np.sort(shown), meant):
+        what = f"the rows of lm_head are in another order than the map says ({1 - agree:.0%} of them are other tokens)"
+        repair = "puts the rows in the order of their tokens, as the verifier's head shows it"
+    elif shown is not None:
         what = "the rows of lm_head are other tokens than the map says: it is of another data set"
         repair = "makes d2t and t2d of the tokens that the rows are most like in the verifier's head"
-    elif shown is not None:
-        what = "the rows of lm_head are other tokens than the map says, and in no order"
-        repair = "orders the rows, and makes d2t and t2d of them, as the verifier's head shows"
     else:
-        what = f"{wrong:.0%} of the rows of lm_head are most like other tokens of the verifier than the map says"
+        what = f"{1 - agree:.0%} of the rows of lm_head are most like other tokens of the verifier than the map says"
         repair = None
     yield Finding(
         "head-rows",
@@ -146,6 +143,12 @@ def head(s: Subject) -> Iterator[Finding]:
         repair,
         "not every row is clear enough (or there are too many): take map and head from one training run",
     )
+
+
+def rows_of_head(s: Subject, meant: Ints) -> Ints | None:
+    """The verifier id of each row of the head: a permutation of the map's, or else tokens of the whole vocabulary."""
+    order = order_in(s, tuple(meant.tolist()))
+    return head_tokens(s) if order is None else order
 
 
 def mapped(s: Subject) -> Ints | None:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eyas.check.against import mapped
+from eyas.check.against import mapped, rows_of_head
 from eyas.check.engines import LAYER_KEY, useless
-from eyas.check.likeness import head_tokens
 from eyas.check.maps import targets
 from eyas.check.settings import DEFAULT_THETA, IDS, meant_layers, rope_settings
 from eyas.check.subject import Finding, Ints, Subject
@@ -52,7 +51,7 @@ def _head_and_map(s: Subject, keys: set[str], tensors: dict[str, Tensor]) -> Non
     import torch
 
     tokens: Ints | None = mapped(s)
-    if "head-rows" in keys and (shown := head_tokens(s)) is not None:
+    if "head-rows" in keys and tokens is not None and (shown := rows_of_head(s, tokens)) is not None:
         order = np.argsort(shown)
         tensors["lm_head.weight"] = tensors["lm_head.weight"][torch.from_numpy(order)]
         tokens = shown[order]
