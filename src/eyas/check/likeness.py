@@ -65,17 +65,29 @@ def favoured(s: Subject, candidates: list[Ints]) -> Ints | None:
 
 @lru_cache(maxsize=4)
 def head_tokens(s: Subject) -> Ints | None:
-    """The verifier id of every row of the head by likeness; None where that is not sure for all.
+    """The verifier id of every row of the head by likeness, ascending; None where that is not sure for all.
 
-    Sure is one token a row, and either every row clear, or nine in ten clear and the tokens ascending, as a head's are.
-    None too where it would take more than `MOST` operations.
+    Nine rows in ten must be clear and ascend, as a head's rows do; the others must be clear among the tokens between
+    their neighbours. None too where it would take more than `MOST` operations.
     """
     if not comparable(s) or 2.0 * (s.Vd or 0) * (s.V or 0) * (s.H or 0) > MOST:
         return None
     seen = likeness(s, np.arange(s.Vd or 0))
-    ascending = bool((np.diff(seen.token) > 0).all()) and float(seen.clear.mean()) >= 0.9
-    distinct = len(np.unique(seen.token)) == len(seen.token)
-    return seen.token if ascending or (distinct and bool(seen.clear.all())) else None
+    clear = np.flatnonzero(seen.clear)
+    if len(clear) < 0.9 * len(seen.token) or (np.diff(seen.token[clear]) <= 0).any():
+        return None
+    token = seen.token.copy()
+    for row in np.flatnonzero(~seen.clear):
+        at = int(np.searchsorted(clear, row))
+        low = int(seen.token[clear[at - 1]]) + 1 if at else 0
+        high = int(seen.token[clear[at]]) if at < len(clear) else s.V or 0
+        if low >= high:
+            return None
+        between = likeness(s, np.array([row]), np.arange(low, high))
+        if not between.clear[0]:
+            return None  # two tokens with nearly one row: taking either would be guessing
+        token[row] = between.token[0]
+    return token if bool((np.diff(token) > 0).all()) else None
 
 
 @lru_cache(maxsize=4)
