@@ -7,64 +7,65 @@ Both distributions are over the draft vocabulary. p is the verifier's, q the dra
     tv          sum |p - q| / 2               = 1 - acceptance rate of speculative sampling
     lk          -log sum min(p, q)            likelihood of acceptance
 
-Beside it, weighted, may stand the distance of the drafter's output from the verifier's last state (`state_loss`).
+or a weighted sum of these, `kl+0.5*tv`. Beside it, weighted, may stand the distance of the drafter's output from the
+verifier's last state (`state_loss`).
 
-Gradients are written out by hand, so that a chunk of rows is projected, compared and differentiated while its logits
-are in cache: no [M, Vd] tensor outlives its chunk. The verifier's probabilities are made once for all TTT steps.
-Softmax and losses run in fp32, products in the dtype of the inputs.
+Rows come ordered by their target, so a chunk of targets meets all the rows of all TTT steps that are compared with it:
+the verifier's distribution is made once, and gone when the chunk is. Gradients are written out by hand, so no logits
+outlive their chunk either: memory is (K + 1) `CHUNK` rows of Vd logits in the compute dtype and a few blocks of `BLOCK`
+fp32 numbers, whatever T and V are. The blocks are small enough for a core's cache, since all that happens between the
+products is passes over them. Softmax and losses run in fp32, products in the dtype of the inputs.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eyas.drafter.precision import wide
 
-Kind = Literal["kl", "reverse_kl", "tv", "lk"]
-CHUNK = 512  # rows of logits at a time
+CHUNK = 256  # targets whose logits exist at a time
+BLOCK = 1 << 18  # fp32 numbers of one pass: 1 MiB
 TINY = 1e-30
 
 
 class VerifierSide(NamedTuple):
-    """What R rows are compared with: p [R, Vd] in the compute dtype, its entropy [R] in nats, its argmax [R] int64."""
+    """What rows are compared with: log p and -p, [r, Vd], the entropy [r] in nats, the first choice [r] int64."""
 
-    p: Tensor
+    log_p: Tensor
+    minus_p: Tensor
     entropy: Tensor
     choice: Tensor
 
 
-@torch.no_grad()
-def verifier_side(hidden: Tensor, head: Tensor) -> VerifierSide:
-    """The verifier's distribution over the draft vocabulary, once for all TTT steps.
-
-    hidden: [R, Ht], last states after the final norm; head: [Vd, Ht], the lm_head rows of the draft vocabulary.
-    """
-    choice = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-    p = torch.empty(len(hidden), len(head), dtype=hidden.dtype, device=hidden.device)
-    entropy = wide(hidden.new_empty(len(hidden)))
-    for start in range(0, len(hidden), CHUNK):
-        rows = slice(start, start + CHUNK)
-        log_p = torch.log_softmax(wide(hidden[rows] @ head.T), dim=-1)
-        choice[rows] = log_p.argmax(-1)
-        exact = log_p.exp()
-        entropy[rows] = -torch.linalg.vecdot(exact, log_p)
-        p[rows] = exact
-    return VerifierSide(p, entropy, choice)
+def verifier_side(logits: Tensor) -> VerifierSide:
+    """From logits [r, Vd]."""
+    log_p = torch.log_softmax(wide(logits), dim=-1)
+    minus_p = log_p.exp().neg_()
+    return VerifierSide(log_p, minus_p, torch.linalg.vecdot(minus_p, log_p), log_p.argmax(-1))
 
 
 def head_loss(
-    hidden: Tensor, head: Tensor, verifier: VerifierSide, target: Tensor, kind: Kind = "kl"
+    hidden: Tensor,
+    head: Tensor,
+    last: Tensor,
+    verifier_head: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    kinds: dict[str, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of M rows, and how many agree with the verifier.
+    """Weighted loss of M rows, and which agree with the verifier's first choice.
 
-    hidden: [M, H], the drafter's output after its norm; head: [Vd, H]; verifier: its side, of R rows;
-    target: [M] int64, which of those R each row is compared with.
-    Returns (loss: scalar, differentiable in hidden and head; correct: scalar int64, rows whose argmax is p's).
+    hidden: [M, H], the drafter's outputs after its norm; head: [Vd, H], of any dtype; last: [R, Ht], the verifier's
+    states after its final norm; verifier_head: [Vd, Ht], its lm_head rows of the draft vocabulary; target: [M] int64,
+    which of the R each row is compared with, ascending; weight: [M] fp32; kinds: a weight for each loss, by default {"kl": 1}.
+    Returns (loss: scalar, differentiable in hidden and head; correct: [M] bool).
     """
-    loss, correct = _HeadLoss.apply(hidden, head, *verifier, target, kind)  # type: ignore[no-untyped-call]
+    loss, correct = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, head, last, verifier_head, target, weight, kinds or {"kl": 1.0}
+    )
     return loss, correct
 
 
@@ -74,33 +75,49 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         head: Tensor,
-        p: Tensor,
-        entropy: Tensor,
-        choice: Tensor,
+        last: Tensor,
+        verifier_head: Tensor,
         target: Tensor,
-        kind: Kind,
+        weight: Tensor,
+        kinds: dict[str, float],
     ) -> tuple[Tensor, Tensor]:
-        loss = wide(hidden.new_zeros(()))
-        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        wanted = any(ctx.needs_input_grad[:2])
+        dtype, Vd = hidden.dtype, len(head)
+        cast_head = head.to(dtype)
+        value = torch.empty_like(weight, dtype=wide(hidden[:0]).dtype)
+        correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        wanted = ctx.needs_input_grad[0]
         d_hidden = torch.empty_like(hidden) if wanted else None
-        d_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), CHUNK):
-            rows = slice(start, start + CHUNK)
-            logits = wide(hidden[rows] @ head.T)  # [c, Vd]
-            at = target[rows]
-            goal = wide(p.index_select(0, at))
-            correct += (logits.argmax(-1) == choice[at]).sum()
-            value, d_logits = row_loss(goal, logits, entropy[at], kind)
-            loss += value.sum()
+        d_head = torch.zeros_like(cast_head) if ctx.needs_input_grad[1] else None
+        weighted = hidden * weight[:, None].to(dtype) if d_head is not None else hidden
+        step = max(1, min(CHUNK, BLOCK // Vd))  # targets of one block
+        edges = torch.arange(0, len(last) + step, step, device=target.device)
+        starts = torch.searchsorted(target, edges).tolist()  # first row of each block of targets
+        per_chunk = CHUNK // step
+        for chunk in range(0, len(edges) - 1, per_chunk):
+            blocks = range(chunk, min(chunk + per_chunk, len(edges) - 1))
+            rows = slice(starts[blocks.start], starts[blocks.stop])
+            verifier_logits = last[blocks.start * step : blocks.stop * step] @ verifier_head.T
+            logits = hidden[rows] @ cast_head.T  # [c, Vd]
+            for block in blocks:
+                here = slice(starts[block], starts[block + 1])
+                inside = logits[here.start - rows.start : here.stop - rows.start]
+                first = (block - chunk) * step
+                side = verifier_side(verifier_logits[first : first + step])
+                at = target[here] - block * step
+                log_q = torch.log_softmax(wide(inside), dim=-1)
+                torch.eq(log_q.argmax(-1), side.choice[at], out=correct[here])
+                value[here], d_logits = row_loss(side, at, log_q, kinds)
+                inside.copy_(d_logits)
             if d_hidden is not None:
-                d_logits = d_logits.to(hidden.dtype)
-                torch.mm(d_logits, head, out=d_hidden[rows])
-                if d_head is not None:
-                    d_head.addmm_(d_logits.T, hidden[rows])
+                torch.mm(logits, cast_head, out=d_hidden[rows])
+            if d_head is not None:
+                d_head.addmm_(logits.T, weighted[rows])
+        if d_hidden is not None:
+            d_hidden *= weight[:, None].to(dtype)
         ctx.save_for_backward(d_hidden, d_head)
+        ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(correct)
-        return loss, correct
+        return torch.dot(value, weight.to(value.dtype)), correct
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,17 +125,13 @@ class _HeadLoss(torch.autograd.Function):
         scale = grads[0]
         return (
             None if d_hidden is None else d_hidden * scale.to(d_hidden.dtype),
-            None if d_head is None else d_head * scale.to(d_head.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
+            None if d_head is None else d_head.to(ctx.head_dtype).mul_(scale),
+            *(None,) * 5,
         )
 
 
 def state_loss(hidden: Tensor, last: Tensor, target: Tensor) -> Tensor:
-    """Summed relative squared distance |d - t|^2 / |t|^2 of M drafter outputs d from the verifier's last states t.
+    """Relative squared distance |d - t|^2 / |t|^2, [M], of drafter outputs d from the verifier's last states t.
 
     hidden: [M, H], after the drafter's norm; last: [R, H], after the verifier's; target: [M] int64, rows of last.
     A state says more than the distribution that the head makes of it, which helps where data is scarce: the feature
@@ -126,33 +139,52 @@ def state_loss(hidden: Tensor, last: Tensor, target: Tensor) -> Tensor:
     """
     goal = wide(last.index_select(0, target))
     away = (wide(hidden) - goal).square().sum(-1)
-    return (away / goal.square().sum(-1).clamp_min(TINY)).sum()
+    return away / goal.square().sum(-1).clamp_min(TINY)
 
 
-def row_loss(p: Tensor, logits: Tensor, entropy: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Loss of each row and its gradient by the logits.
+def row_loss(side: VerifierSide, at: Tensor, log_q: Tensor, kinds: dict[str, float]) -> tuple[Tensor, Tensor]:
+    """Weighted sum of losses of each row, and its gradient by the logits.
 
-    p, logits: [c, Vd] fp32; entropy: [c] of p. Returns ([c], [c, Vd]). Overwrites logits.
+    side: the verifier's, r rows; at: [c] int64, which of them each row is compared with; log_q: [c, Vd], wide.
+    Returns ([c], [c, Vd]).
     """
-    if kind == "kl":
-        # sum p (log p - log q), with log q = logits - scale and sum p = 1; one exponential serves value and gradient
-        cross = torch.linalg.vecdot(p, logits)
-        top = logits.amax(-1, keepdim=True)
-        q = logits.sub_(top).exp_()
-        total = q.sum(-1, keepdim=True)
-        value = (top + total.log())[:, 0] - cross - entropy
-        return value, q.div_(total).sub_(p)
-    log_q = torch.log_softmax(logits, dim=-1)
+    value, gradient = None, None
+    for kind, weight in kinds.items():
+        one, d_one = _LOSSES[kind](side, at, log_q)
+        value = one * weight if value is None else value + one * weight
+        d_one = d_one if weight == 1 else d_one.mul_(weight)
+        gradient = d_one if gradient is None else gradient.add_(d_one)
+    assert value is not None and gradient is not None
+    return value, gradient
+
+
+def _kl(side: VerifierSide, at: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    minus_p = side.minus_p.index_select(0, at)
+    value = torch.linalg.vecdot(minus_p, log_q) - side.entropy[at]
+    # -p - q sum(-p) = q - p: what log_softmax's own gradient gives for the gradient -p, in one fused pass
+    return value, torch._log_softmax_backward_data(minus_p, log_q, -1, log_q.dtype)
+
+
+def _reverse_kl(side: VerifierSide, at: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     q = log_q.exp()
-    if kind == "reverse_kl":
-        ratio = log_q - p.clamp_min(TINY).log()
-        value = (q * ratio).sum(-1)
-        return value, q * (ratio - value[:, None])
-    if kind == "tv":
-        sign = torch.sign(q - p)
-        return (q - p).abs().sum(-1) / 2, q * (sign - (q * sign).sum(-1, keepdim=True)) / 2
-    if kind == "lk":
-        below = (q < p).to(q.dtype)
-        accepted = torch.minimum(p, q).sum(-1, keepdim=True).clamp_min(TINY)
-        return -accepted[:, 0].log(), -q * (below - (q * below).sum(-1, keepdim=True)) / accepted
-    raise ValueError(f"unknown loss {kind!r}")
+    ratio = log_q - side.log_p.index_select(0, at)
+    value = torch.linalg.vecdot(q, ratio)
+    return value, q * (ratio - value[:, None])
+
+
+def _tv(side: VerifierSide, at: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    q = log_q.exp()
+    away = q + side.minus_p.index_select(0, at)
+    sign = away.sign()
+    return away.abs().sum(-1) / 2, q * (sign - torch.linalg.vecdot(q, sign)[:, None]) / 2
+
+
+def _lk(side: VerifierSide, at: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    q = log_q.exp()
+    p = -side.minus_p.index_select(0, at)
+    below = (q < p).to(q.dtype)
+    accepted = torch.minimum(p, q).sum(-1, keepdim=True).clamp_min(TINY)
+    return -accepted[:, 0].log(), -q * (below - torch.linalg.vecdot(q, below)[:, None]) / accepted
+
+
+_LOSSES = {"kl": _kl, "reverse_kl": _reverse_kl, "tv": _tv, "lk": _lk}

@@ -24,10 +24,10 @@ import yaml
 from torch import Tensor
 
 import eyas
-from eyas.config import TrainConfig
+from eyas.config import TrainConfig, parse_loss
 from eyas.device import compute_dtype, pick_device
 from eyas.drafter.checkpoint import config_json, save_checkpoint
-from eyas.drafter.loss import head_loss, state_loss, verifier_side
+from eyas.drafter.loss import head_loss, state_loss
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.start import start_from_verifier, start_random
 from eyas.errors import EyasError
@@ -59,6 +59,7 @@ class Run:
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
         self.drafter = self._drafter().to(self.device)
         self.layers = aux_layers(self.source, self.verifier)
+        self.kinds = parse_loss(config.loss)
         config_json(self.drafter.config, self.verifier.config, self.layers, "float32")  # refuses before any work
         self.optimiser = make_optimiser(self.drafter, config)
         self.noise = torch.Generator(self.device).manual_seed(config.seed)
@@ -164,7 +165,7 @@ class Run:
         rate = learning_rate(self.step, self.total, self.config)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        loss, correct, counts = self.loss(batch, noise=True)
+        loss, right, counts = self.loss(batch, noise=True)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm)
         self.optimiser.step()
@@ -175,11 +176,11 @@ class Run:
             raise EyasError(
                 f"the loss is {value} at step {self.step + 1}: samples {names}; lower --lr or check the data"
             )
-        accuracy = [int(c) / n if n else 0.0 for c, n in zip(correct, counts, strict=True)]
+        accuracy = [r / n if n else 0.0 for r, n in zip(right.tolist(), counts, strict=True)]
         return {"loss": value, "accuracy": accuracy, "grad_norm": float(norm), "lr": rate}
 
-    def loss(self, batch: Batch, noise: bool) -> tuple[Tensor, list[Tensor], list[int]]:
-        """Weighted loss of one pack; correct and trained positions per TTT step."""
+    def loss(self, batch: Batch, noise: bool) -> tuple[Tensor, Tensor, list[int]]:
+        """Weighted loss of one pack; per TTT step, how many first choices are right [K] and of how many."""
         plan = batch.plan.to(self.device)
         states = batch.states.to(self.device, self.dtype)
         if noise and self.config.noise_std > 0:
@@ -188,20 +189,19 @@ class Run:
             uniform = torch.rand(states.shape, generator=self.noise, device=self.device, dtype=states.dtype)
             states = states + (uniform - 0.5) * width
         last = self.head.norm(batch.last.to(self.device)).to(self.dtype)
-        side = verifier_side(last, self.draft_head)
-        head = self.drafter.lm_head.weight.to(self.dtype)
-        total = torch.zeros((), device=self.device)
-        correct, counts = [], []
-        weights = [self.config.step_weight_decay**k for k in range(plan.steps)]
-        for k, out in enumerate(self.drafter(plan, states)):
-            hidden = self.drafter.norm(out.index_select(0, plan.trained[k]))
-            value, right = head_loss(hidden, head, side, plan.target[k], self.config.loss)
-            if self.config.state_weight:
-                value = value + self.config.state_weight * state_loss(hidden, last, plan.target[k])
-            total = total + value * (weights[k] / sum(weights) / max(1, len(hidden)))
-            correct.append(right)
-            counts.append(len(hidden))
-        return total, correct, counts
+        counts = [len(rows) for rows in plan.trained]
+        decay = [self.config.step_weight_decay**k for k in range(plan.steps)]
+        by_step = torch.tensor([w / sum(decay) / max(1, n) for w, n in zip(decay, counts, strict=True)])
+        weight = by_step.to(self.device)[plan.loss_step]  # [M]
+        outputs = self.drafter(plan, states)  # [K, Q, H]
+        hidden = self.drafter.norm(outputs.flatten(0, 1).index_select(0, plan.loss_row))  # [M, H]
+        total, correct = head_loss(
+            hidden, self.drafter.lm_head.weight, last, self.draft_head, plan.loss_target, weight, self.kinds
+        )
+        if self.config.state_weight:
+            total = total + self.config.state_weight * torch.dot(state_loss(hidden, last, plan.loss_target), weight)
+        right = torch.zeros(plan.steps, device=self.device).index_add_(0, plan.loss_step, correct.float())
+        return total, right, counts
 
     @cached_property
     def draft_head(self) -> Tensor:
