@@ -11,10 +11,10 @@ from torch import Tensor
 
 from eyas.config import parse_loss
 from eyas.drafter import attention as attention_module
-from eyas.drafter.attention import Inputs, attend, attend_backward, dense_attention
-from eyas.drafter.loss import head_loss, row_loss, state_loss, verifier_side
+from eyas.drafter.attention import Inputs, attend, attend_backward, dense_attention, make_blocks
+from eyas.drafter.loss import distribution, first_choice, head_loss, row_loss, state_loss
 from eyas.drafter.model import Drafter, DrafterConfig
-from eyas.drafter.plan import count_trained, make_plan, trained_mask
+from eyas.drafter.plan import Plan, count_trained, make_plan, trained_mask
 
 CONFIG = DrafterConfig(
     hidden_size=32,
@@ -125,9 +125,7 @@ def test_forward_and_gradients_equal_the_fp64_reference(steps: int) -> None:
         torch.testing.assert_close(ours_g, reference_g, rtol=1e-4, atol=1e-5 * float(reference_g.abs().max()))
 
 
-def attention_inputs(steps: int) -> Inputs:
-    documents = make_documents([40, 3, 17], seed=3)
-    plan = make_plan(documents, steps + 1)
+def attention_inputs(plan: Plan, steps: int) -> Inputs:
     g = torch.Generator().manual_seed(4)
     T, Q = len(plan.key_row), len(plan.query_row)
 
@@ -135,26 +133,31 @@ def attention_inputs(steps: int) -> Inputs:
         return torch.randn(heads, rows, 8, generator=g).requires_grad_()
 
     own_keys, own_values = ([make(2, Q) for _ in range(steps)] for _ in range(2))
-    return Inputs(make(6, Q), make(2, T), make(2, T), own_keys, own_values, plan.query_row, plan.documents)
+    return Inputs(make(6, Q), make(2, T), make(2, T), own_keys, own_values, plan.query_row, make_blocks(plan.documents, plan.query_row, 6))
 
 
 @pytest.mark.parametrize(("block", "small"), [(1 << 24, 1 << 20), (1 << 24, 0), (200, 0), (200, 1 << 20), (1, 500)])
+@pytest.mark.parametrize("keep", [0, 1 << 23])
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_attention_in_blocks_equals_dense_attention(
-    steps: int, block: int, small: int, monkeypatch: pytest.MonkeyPatch
+    steps: int, keep: int, block: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attention_module, "KEEP", keep)
     monkeypatch.setattr(attention_module, "BLOCK", block)
     monkeypatch.setattr(attention_module, "SMALL", small)
-    x = attention_inputs(steps)
-    dense = dense_attention(x)
+    plan = make_plan(make_documents([40, 3, 17], seed=3), steps + 1)
+    x = attention_inputs(plan, steps)
+    dense = dense_attention(x, plan.documents)
     grad = torch.randn(dense.shape, generator=torch.Generator().manual_seed(5))
     expected = torch.autograd.grad(dense, [x.query, x.key, x.value, *x.own_keys, *x.own_values], grad)
     with torch.no_grad():
-        torch.testing.assert_close(attend(x), dense, rtol=1e-5, atol=1e-5)
-        d_key, d_value = torch.zeros_like(x.key), torch.zeros_like(x.value)
+        out, kept = attend(x, keep=True)
+        assert len(kept) == (len(x.blocks) if keep else 0)
+        torch.testing.assert_close(out, dense, rtol=1e-5, atol=1e-5)
+        d_key, d_value = torch.zeros(2, 2, 8, x.key.shape[1])
         d_own_keys, d_own_values = ([torch.zeros_like(k) for k in own] for own in (x.own_keys, x.own_values))
-        d_query = attend_backward(x, grad, d_key, d_value, d_own_keys, d_own_values)
-    for a, b in zip([d_query, d_key, d_value, *d_own_keys, *d_own_values], expected, strict=True):
+        d_query = attend_backward(x, kept, grad, d_key, d_value, d_own_keys, d_own_values)
+    for a, b in zip([d_query, d_key.mT, d_value.mT, *d_own_keys, *d_own_values], expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -245,10 +248,18 @@ def test_each_loss_has_the_right_value_and_gradient(kinds: str) -> None:
     }
     value = sum(weight * values[kind] for kind, weight in parse_loss(kinds).items())
     (gradient,) = torch.autograd.grad(value.sum(), logits)
-    log_q = torch.log_softmax(logits.detach(), -1)
-    ours, ours_gradient = row_loss(verifier_side(verifier_logits), at, log_q, parse_loss(kinds))
+    ours, ours_gradient = row_loss(
+        distribution(verifier_logits), at, distribution(logits.detach()), parse_loss(kinds)
+    )
     torch.testing.assert_close(ours, value.detach())
     torch.testing.assert_close(ours_gradient, gradient)
+
+
+def test_the_first_choice_is_argmax_also_among_equals() -> None:
+    g = torch.Generator().manual_seed(0)
+    for width in (1, 63, 64, 128, 640):
+        x = torch.randint(0, 3, (50, width), generator=g).float()  # full of ties: the first of them counts
+        assert first_choice(x).tolist() == [row.index(max(row)) for row in x.tolist()]
 
 
 def test_the_distance_from_the_last_state_is_relative() -> None:

@@ -27,24 +27,41 @@ from torch import Tensor
 from eyas.drafter.precision import wide
 
 CHUNK = 256  # targets whose logits exist at a time
-BLOCK = 1 << 18  # fp32 numbers of one pass: 1 MiB
+BLOCK = 1 << 17  # fp32 numbers of the verifier's rows in one pass, 512 KiB; the drafter's are K times as many
+GROUP = 64
 TINY = 1e-30
 
 
-class VerifierSide(NamedTuple):
-    """What rows are compared with: log p and -p, [r, Vd], the entropy [r] in nats, the first choice [r] int64."""
+class Rows(NamedTuple):
+    """Distributions of r rows, in fp32: logits and probabilities [r, Vd], log of the scale [r], first choice [r] int64.
 
-    log_p: Tensor
-    minus_p: Tensor
-    entropy: Tensor
+    log p = logits - log_scale, which is formed only where a loss needs it: one exponential a number is what this costs.
+    """
+
+    logits: Tensor
+    p: Tensor
+    log_scale: Tensor
     choice: Tensor
 
 
-def verifier_side(logits: Tensor) -> VerifierSide:
-    """From logits [r, Vd]."""
-    log_p = torch.log_softmax(wide(logits), dim=-1)
-    minus_p = log_p.exp().neg_()
-    return VerifierSide(log_p, minus_p, torch.linalg.vecdot(minus_p, log_p), log_p.argmax(-1))
+def distribution(logits: Tensor) -> Rows:
+    """From logits [r, Vd] of any dtype."""
+    logits = wide(logits)
+    p = torch.softmax(logits, dim=-1)
+    choice = first_choice(logits)
+    at = choice[:, None]
+    return Rows(logits, p, (logits.gather(1, at) - p.gather(1, at).log_())[:, 0], choice)
+
+
+def first_choice(logits: Tensor) -> Tensor:
+    """argmax of each row, [r]: first the best group of GROUP, then the best in it (torch's argmax is not vectorised)."""
+    r, width = logits.shape
+    if width % GROUP or width == GROUP:
+        return logits.argmax(-1)
+    groups = logits.view(r, -1, GROUP)
+    best = groups.amax(-1).argmax(-1)  # [r]
+    inside = groups.gather(1, best[:, None, None].expand(-1, 1, GROUP))[:, 0].argmax(-1)
+    return best * GROUP + inside
 
 
 def head_loss(
@@ -102,11 +119,10 @@ class _HeadLoss(torch.autograd.Function):
                 here = slice(starts[block], starts[block + 1])
                 inside = logits[here.start - rows.start : here.stop - rows.start]
                 first = (block - chunk) * step
-                side = verifier_side(verifier_logits[first : first + step])
+                verifier, drafter = distribution(verifier_logits[first : first + step]), distribution(inside)
                 at = target[here] - block * step
-                log_q = torch.log_softmax(wide(inside), dim=-1)
-                torch.eq(log_q.argmax(-1), side.choice[at], out=correct[here])
-                value[here], d_logits = row_loss(side, at, log_q, kinds)
+                torch.eq(drafter.choice, verifier.choice[at], out=correct[here])
+                value[here], d_logits = row_loss(verifier, at, drafter, kinds)
                 inside.copy_(d_logits)
             if d_hidden is not None:
                 torch.mm(logits, cast_head, out=d_hidden[rows])
@@ -142,49 +158,51 @@ def state_loss(hidden: Tensor, last: Tensor, target: Tensor) -> Tensor:
     return away / goal.square().sum(-1).clamp_min(TINY)
 
 
-def row_loss(side: VerifierSide, at: Tensor, log_q: Tensor, kinds: dict[str, float]) -> tuple[Tensor, Tensor]:
+def row_loss(verifier: Rows, at: Tensor, drafter: Rows, kinds: dict[str, float]) -> tuple[Tensor, Tensor]:
     """Weighted sum of losses of each row, and its gradient by the logits.
 
-    side: the verifier's, r rows; at: [c] int64, which of them each row is compared with; log_q: [c, Vd], wide.
-    Returns ([c], [c, Vd]).
+    verifier: r rows; at: [c] int64, which of them each of the drafter's c rows is compared with. Returns ([c], [c, Vd]).
+    Overwrites the drafter's probabilities.
     """
-    value, gradient = None, None
-    for kind, weight in kinds.items():
-        one, d_one = _LOSSES[kind](side, at, log_q)
-        value = one * weight if value is None else value + one * weight
+    value, gradient = torch.zeros_like(drafter.log_scale), None
+    for i, (kind, weight) in enumerate(kinds.items()):
+        last = i == len(kinds) - 1
+        one, d_one = _LOSSES[kind](verifier, at, drafter if last else drafter._replace(p=drafter.p.clone()))
+        value += one * weight
         d_one = d_one if weight == 1 else d_one.mul_(weight)
         gradient = d_one if gradient is None else gradient.add_(d_one)
-    assert value is not None and gradient is not None
+    assert gradient is not None
     return value, gradient
 
 
-def _kl(side: VerifierSide, at: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    minus_p = side.minus_p.index_select(0, at)
-    value = torch.linalg.vecdot(minus_p, log_q) - side.entropy[at]
-    # -p - q sum(-p) = q - p: what log_softmax's own gradient gives for the gradient -p, in one fused pass
-    return value, torch._log_softmax_backward_data(minus_p, log_q, -1, log_q.dtype)
+def _kl(verifier: Rows, at: Tensor, drafter: Rows) -> tuple[Tensor, Tensor]:
+    # sum p (log p - log q) = p . (v - z) - (scale of v - scale of z)
+    entropy = verifier.log_scale - torch.linalg.vecdot(verifier.p, verifier.logits)
+    p = verifier.p.index_select(0, at)
+    value = drafter.log_scale - torch.linalg.vecdot(p, drafter.logits) - entropy[at]
+    return value, drafter.p.sub_(p)
 
 
-def _reverse_kl(side: VerifierSide, at: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    q = log_q.exp()
-    ratio = log_q - side.log_p.index_select(0, at)
+def _reverse_kl(verifier: Rows, at: Tensor, drafter: Rows) -> tuple[Tensor, Tensor]:
+    q = drafter.p
+    ratio = drafter.logits - drafter.log_scale[:, None]
+    ratio -= (verifier.logits - verifier.log_scale[:, None]).index_select(0, at)
     value = torch.linalg.vecdot(q, ratio)
-    return value, q * (ratio - value[:, None])
+    return value, q.mul_(ratio - value[:, None])
 
 
-def _tv(side: VerifierSide, at: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    q = log_q.exp()
-    away = q + side.minus_p.index_select(0, at)
+def _tv(verifier: Rows, at: Tensor, drafter: Rows) -> tuple[Tensor, Tensor]:
+    q = drafter.p
+    away = q - verifier.p.index_select(0, at)
     sign = away.sign()
-    return away.abs().sum(-1) / 2, q * (sign - torch.linalg.vecdot(q, sign)[:, None]) / 2
+    return away.abs_().sum(-1) / 2, q.mul_(sign - torch.linalg.vecdot(q, sign)[:, None]).div_(2)
 
 
-def _lk(side: VerifierSide, at: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    q = log_q.exp()
-    p = -side.minus_p.index_select(0, at)
+def _lk(verifier: Rows, at: Tensor, drafter: Rows) -> tuple[Tensor, Tensor]:
+    p, q = verifier.p.index_select(0, at), drafter.p
     below = (q < p).to(q.dtype)
     accepted = torch.minimum(p, q).sum(-1, keepdim=True).clamp_min(TINY)
-    return -accepted[:, 0].log(), -q * (below - torch.linalg.vecdot(q, below)[:, None]) / accepted
+    return -accepted[:, 0].log(), q.mul_(torch.linalg.vecdot(q, below)[:, None] - below).div_(accepted)
 
 
 _LOSSES = {"kl": _kl, "reverse_kl": _reverse_kl, "tv": _tv, "lk": _lk}

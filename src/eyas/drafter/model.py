@@ -8,7 +8,8 @@ The forward pass of the contract (docs/eagle3.md, from the EAGLE-3 paper and the
     logits = lm_head(norm(out)) over the draft vocabulary;  the next step reads `out`, before the norm
 
 Parameter names are the checkpoint's names. Masters are fp32; products run in the dtype of the states that come in,
-with weights cast once a pass. Modules compute one step plainly, for decoding; `drafter.ttt` computes a pack. The embedding is the verifier's, frozen, and no parameter.
+with weights cast once a pass. The modules compute one step plainly, for decoding; `drafter.ttt` computes all steps of a
+pack. The embedding is the verifier's, frozen, and no parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from eyas.drafter.plan import Plan
 from eyas.drafter.precision import wide
-from eyas.drafter.ttt import Settings, Weights, ttt_steps
+from eyas.drafter.ttt import Settings, Weights, norm_rows, ttt_steps
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,10 @@ class Drafter(nn.Module):
         return ttt_steps(
             plan, states, self.embed(plan.token, dtype), cos[:, 0, :half], sin[:, 0, :half], settings, self.weights()
         )
+
+    def normed(self, outputs: Tensor, rows: Tensor) -> Tensor:
+        """What the head reads, [M, H]: rows of the outputs [K, Q, H] seen as [K Q, H], after the final norm."""
+        return norm_rows(outputs.flatten(0, 1), rows, self.norm.weight, self.norm.eps)
 
     def weights(self) -> Weights:
         """The parameters that the steps read."""

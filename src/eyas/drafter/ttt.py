@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from eyas.drafter.attention import Inputs, attend, attend_backward
+from eyas.drafter.attention import Inputs, attend, attend_backward, make_blocks
 from eyas.drafter.plan import Plan
 from eyas.drafter.precision import wide
 
@@ -78,6 +78,31 @@ def ttt_steps(
     return out
 
 
+def norm_rows(x: Tensor, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows of x [N, H], each at most once, after an RMS norm: [M, H]. Statistics wide."""
+    out: Tensor = _NormRows.apply(x, rows, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _NormRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        taken = x.index_select(0, rows)
+        unit, inverse = _unit(taken, eps)
+        ctx.save_for_backward(rows, weight, unit, inverse)
+        ctx.shape = x.shape
+        return taken.copy_(wide(unit) * weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, unit, inverse = ctx.saved_tensors
+        grad = wide(grads[0])
+        d_weight = (grad * unit).sum(0).to(weight.dtype)
+        d_rows = _unit_backward(grad * weight, unit, inverse)
+        return d_rows.new_zeros(ctx.shape).index_copy_(0, rows, d_rows), None, d_weight, None
+
+
 class _Steps(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -116,6 +141,8 @@ class _Steps(torch.autograd.Function):
         attended, gate_up, middle = new(K, Q, nd), new(K, Q, len(w.gate_up)), new(K, Q, len(w.gate_up) // 2)
         inverse, mlp_inverse, keep, mlp_keep = [], [], [], []
         inputs: list[Inputs] = []
+        kept: list[list[Tensor]] = []
+        blocks = make_blocks(plan.documents, plan.query_row, nd // d)
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         hidden = state.index_select(0, plan.query_row)  # [Q, H]
@@ -140,8 +167,10 @@ class _Steps(torch.autograd.Function):
             if step:
                 own_keys.append(_to_heads(qkv[:, nd : nd + m * d], d, *turn))
                 own_values.append(qkv[:, nd + m * d :].view(Q, m, d).transpose(0, 1).contiguous())
-            inputs.append(Inputs(query, key, value, own_keys[:], own_values[:], plan.query_row, plan.documents))
-            attended[step].view(Q, nd // d, d).copy_(attend(inputs[step]).transpose(0, 1))
+            inputs.append(Inputs(query, key, value, own_keys[:], own_values[:], plan.query_row, blocks))
+            by_head, weight = attend(inputs[step], keep=any(ctx.needs_input_grad))
+            kept.append(weight)
+            attended[step].view(Q, nd // d, d).copy_(by_head.transpose(0, 1))
             r = torch.addmm(hidden, attended[step], w.o.T)
             mlp_inverse.append(_unit(r, eps, out=mlp_unit[step])[1])
             torch.mm(mlp_unit[step], w.gate_up.T, out=gate_up[step])
@@ -153,7 +182,7 @@ class _Steps(torch.autograd.Function):
             torch.addmm(r, middle[step], w.down.T, out=out[step])
             hidden = out[step]
         ctx.save_for_backward(*parameters)
-        ctx.plan, ctx.settings, ctx.w, ctx.inputs, ctx.cos, ctx.sin = plan, settings, w, inputs, cos, sin
+        ctx.plan, ctx.settings, ctx.w, ctx.inputs, ctx.cos, ctx.sin = plan, settings, w, (inputs, kept), cos, sin
         ctx.by_state = states, state_unit, state_seen, state_inverse, state_keep, token_unit
         ctx.by_step = unit, seen, inverse, keep, attended, mlp_unit, mlp_inverse, gate_up, middle, mlp_keep
         return out
@@ -166,7 +195,8 @@ class _Steps(torch.autograd.Function):
         m, d = ctx.settings.kv_heads, ctx.settings.head_dim
         states, state_unit, state_seen, state_inverse, state_keep, token_unit = ctx.by_state
         unit, seen, inverse, keep, attended, mlp_unit, mlp_inverse, gate_up, middle, mlp_keep = ctx.by_step
-        inputs: list[Inputs] = ctx.inputs
+        inputs: list[Inputs]
+        inputs, kept = ctx.inputs
         cos, sin = ctx.cos, ctx.sin
         del ctx.by_state, ctx.by_step, ctx.inputs
         K, Q, H = unit.shape
@@ -175,7 +205,7 @@ class _Steps(torch.autograd.Function):
 
         d_out = grads[0].clone(memory_format=torch.contiguous_format)  # [K, Q, H]
         d_r, d_qkv = torch.empty_like(d_out), states.new_empty(K, Q, C)
-        d_key, d_value = (torch.zeros_like(x) for x in (inputs[0].key, inputs[0].value))
+        d_key, d_value = torch.zeros(2, m, d, T, dtype=states.dtype, device=states.device)
         d_own_keys, d_own_values = ([torch.zeros_like(x) for x in own] for own in (inputs[-1].own_keys, inputs[-1].own_values))
         for step in reversed(range(K)):
             d_middle = d_out[step] @ w.down  # [Q, I]
@@ -185,7 +215,7 @@ class _Steps(torch.autograd.Function):
             _unit_backward(gate_up[step] @ w.gate_up, mlp_unit[step], mlp_inverse[step], d_out[step], out=d_r[step])
             d_attended = (d_r[step] @ w.o).view(Q, nd // d, d).transpose(0, 1).contiguous()  # [n, Q, d]
             d_query = attend_backward(
-                inputs[step], d_attended, d_key, d_value, d_own_keys[:step], d_own_values[:step]
+                inputs[step], kept[step], d_attended, d_key, d_value, d_own_keys[:step], d_own_values[:step]
             )
             at = position + step
             turn = cos[at], sin[at]
@@ -198,8 +228,8 @@ class _Steps(torch.autograd.Function):
             d_out[step - 1] += _unit_backward(d_seen, unit[step], inverse[step], d_r[step])
         d_query0 = d_qkv[0, :, :nd]
         d_kv = states.new_empty(T, C - nd)
-        _from_heads(d_key, cos[plan.key_position], sin[plan.key_position], out=d_kv[:, : m * d])
-        d_kv[:, m * d :].view(T, m, d).copy_(d_value.transpose(0, 1))
+        _from_heads(d_key.transpose(1, 2), cos[plan.key_position], sin[plan.key_position], out=d_kv[:, : m * d])
+        d_kv[:, m * d :].view(T, m, d).copy_(d_value.permute(2, 0, 1))
         d_seen = (d_kv @ w.hidden[nd:]).index_add_(0, plan.query_row, d_query0 @ w.hidden[:nd])
         d_state = _unit_backward(_drop(d_seen, state_keep), state_unit, state_inverse)  # [T, H]
         d_state.index_add_(0, plan.query_row, d_r[0])

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.drafter.loss import row_loss, verifier_side
+from eyas.drafter.loss import distribution, row_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.plan import Plan
 from eyas.evaluate.rounds import accept_length, beginnings
@@ -125,13 +125,11 @@ def _compare(
     agree, accepted, kl = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
     for start in range(0, len(hidden), CHUNK):
         rows = slice(start, start + CHUNK)
-        log_q = torch.log_softmax((hidden[rows] @ head.T).float(), -1)
-        side = verifier_side(last[rows] @ draft_head.T)
-        agree[rows] = (draft_ids[log_q.argmax(-1)] == choice[rows]).float()
+        p, q = distribution(last[rows] @ draft_head.T), distribution(hidden[rows] @ head.T)
+        agree[rows] = (draft_ids[q.choice] == choice[rows]).float()
         # p over the draft vocabulary sums to 1; the full distribution gives it only its share of the mass.
-        full_p = side.log_p.add(log_share[rows, None]).exp_()
-        accepted[rows] = torch.minimum(full_p, log_q.exp()).sum(-1)
-        kl[rows], _ = row_loss(side, torch.arange(len(log_q), device=log_q.device), log_q, {"kl": 1.0})
+        accepted[rows] = torch.minimum(p.p * log_share[rows, None].exp(), q.p).sum(-1)
+        kl[rows], _ = row_loss(p, torch.arange(len(q.p), device=q.p.device), q, {"kl": 1.0})
     return agree, accepted, kl
 
 

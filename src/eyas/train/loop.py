@@ -194,7 +194,7 @@ class Run:
         by_step = torch.tensor([w / sum(decay) / max(1, n) for w, n in zip(decay, counts, strict=True)])
         weight = by_step.to(self.device)[plan.loss_step]  # [M]
         outputs = self.drafter(plan, states)  # [K, Q, H]
-        hidden = self.drafter.norm(outputs.flatten(0, 1).index_select(0, plan.loss_row))  # [M, H]
+        hidden = self.drafter.normed(outputs, plan.loss_row)  # [M, H]
         total, correct = head_loss(
             hidden, self.drafter.lm_head.weight, last, self.draft_head, plan.loss_target, weight, self.kinds
         )
