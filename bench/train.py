@@ -1,4 +1,4 @@
-"""How fast is the training step, against speculators 0.9.0 on the same batch, and against the machine's matrix products?
+"""How fast is the training step, against speculators 0.9.0 on the same batch, and against the matrix peak?
 
     make bench-train
 
@@ -6,12 +6,12 @@ Both train the same drafter (SmolLM2-135M's sizes, random weights) on the same p
 the last 60 % of each trained, draft vocabulary 8,192, 3 TTT steps, head frozen, since speculators freezes it. eyas
 takes the step of `eyas train`; speculators its own Eagle3DraftModel and loss under its trainer's autocast, clipping and
 AdamW, with whichever of its attentions is fastest here, in its own interpreter (`train_speculators.py`). The two take
-turns in one run; tokens/s are of the packed tokens, medians.
+turns in one run; tokens/s are of the packed tokens, medians. `--rounds` says how many turns.
 
 Their losses are compared where the definitions are the same: its mask is set to eyas's and its sum over steps divided
-by their number. Gradients: largest norm of the difference of a parameter's gradient over the norm of the gradient, after
-one pass from the same weights. In fp32 that is rounding; in bf16 it is what two orders of rounding differ by, so each is
-also compared with the fp32 gradient.
+by their number. Gradients: largest norm of the difference of a parameter's gradient over its norm, after one pass from
+the same weights. In fp32 that is rounding; in bf16 it is what two orders of rounding differ by, so each is also
+compared with the fp32 gradient.
 
 `fraction_of_matrix_peak` is the FLOPs of the products that the step needs (`flops`: untrained positions left out, each
 token's projection once) per second, over the fastest bf16 product of squares in the same run.
@@ -50,7 +50,9 @@ SIZES = DrafterConfig(576, 576, 1536, 9, 3, 64, vocab_size=49152, draft_vocab_si
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def make_batch(c: DrafterConfig = SIZES, documents: int = DOCUMENTS, length: int = LENGTH, answer: int = ANSWER) -> dict[str, Tensor]:
+def make_batch(
+    c: DrafterConfig = SIZES, documents: int = DOCUMENTS, length: int = LENGTH, answer: int = ANSWER
+) -> dict[str, Tensor]:
     """Random weights, a verifier's head, and one packed batch."""
     torch.manual_seed(0)
     H, N = c.hidden_size, documents * length
@@ -72,10 +74,14 @@ def make_batch(c: DrafterConfig = SIZES, documents: int = DOCUMENTS, length: int
 class Trainer:
     """The step of `eyas train` on one batch."""
 
-    def __init__(self, batch: dict[str, Tensor], dtype: str, c: DrafterConfig = SIZES, steps: int = STEPS, frozen: bool = True) -> None:
+    def __init__(
+        self, batch: dict[str, Tensor], dtype: str, c: DrafterConfig = SIZES, steps: int = STEPS, frozen: bool = True
+    ) -> None:
         self.dtype = DTYPES[dtype]
         self.drafter = Drafter(c, batch["embedding"].to(self.dtype))
-        self.drafter.load_state_dict({k.removeprefix("drafter."): v for k, v in batch.items() if k.startswith("drafter.")})
+        self.drafter.load_state_dict(
+            {k.removeprefix("drafter."): v for k, v in batch.items() if k.startswith("drafter.")}
+        )
         self.drafter.lm_head.weight.requires_grad_(not frozen)
         self.verifier_head = batch["verifier_head"].to(self.dtype)
         pairs = zip(batch["input_ids"].numpy().astype(np.int32), batch["loss_mask"].numpy(), strict=True)
@@ -91,7 +97,9 @@ class Trainer:
         plan, c = self.plan, self.drafter.config
         last = F.rms_norm(self.last.float(), (c.hidden_size,), eps=c.rms_norm_eps).to(self.dtype)
         hidden = self.drafter.normed(self.drafter(plan, self.states.to(self.dtype)), plan.loss_row)
-        loss, _ = head_loss(hidden, self.drafter.lm_head.weight, last, self.verifier_head, plan.loss_target, self.weight)
+        loss, _ = head_loss(
+            hidden, self.drafter.lm_head.weight, last, self.verifier_head, plan.loss_target, self.weight
+        )
         return loss
 
     def step(self) -> float:

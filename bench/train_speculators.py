@@ -24,9 +24,8 @@ ATTENTIONS = ("sdpa", "eager", "simple_flex_attention")
 def build(batch: dict[str, torch.Tensor], attention: str) -> Eagle3DraftModel:
     """Its model with the batch's weights."""
     V, H = batch["embedding"].shape
-    I, n, m, d = 1536, 9, 3, 64
     layer = LlamaConfig(
-        hidden_size=H, intermediate_size=I, num_attention_heads=n, num_key_value_heads=m, head_dim=d, vocab_size=V,
+        hidden_size=H, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64, vocab_size=V,
         num_hidden_layers=1, rms_norm_eps=1e-5, max_position_embeddings=4096, rope_theta=10_000.0,
         attention_bias=False, mlp_bias=False, attn_implementation=attention,
     )  # fmt: skip
@@ -115,7 +114,7 @@ def fastest(batch: dict[str, torch.Tensor]) -> str:
             trainer = Trainer(batch, "bf16", attention)
             trainer.step()
             seconds[attention] = trainer.step()
-        except Exception as e:  # noqa: BLE001
+        except Exception as e:
             print(f"speculators with {attention}: {str(e).splitlines()[0][:200]}", file=sys.stderr)
     print(f"speculators' seconds a step by attention: {seconds}", file=sys.stderr)
     return min(seconds, key=lambda name: seconds[name])

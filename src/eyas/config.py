@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from eyas.errors import EyasError
 
-
 LOSSES = ("kl", "reverse_kl", "tv", "lk")  # defined in drafter/loss.py
 
 
@@ -57,6 +56,9 @@ class TrainConfig(BaseModel):
     ttt_steps: int = Field(3, ge=1, le=16, description="Training-time test steps K")
     ttt_warmup_epochs: int = Field(0, ge=0, description="First epochs that train TTT step 0 alone, at 0.4 of the cost")
     loss: str = Field("kl", description="kl, reverse_kl, tv or lk, or a weighted sum such as kl+0.5*tv")
+    outside: Literal["keep", "drop"] = Field(
+        "keep", description="Positions where the verifier's first choice is outside the draft vocabulary"
+    )
     step_weight_decay: float = Field(1.0, gt=0, le=1, description="TTT step k counts decay**k")
     state_weight: float = Field(0.0, ge=0, description="weight of the distance to the verifier's last state")
     noise_std: float = Field(
@@ -119,4 +121,4 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:
             raise EyasError(f"{name} is missing: give it as a flag or in --config") from None
         if first["type"] == "extra_forbidden":
             raise EyasError(f"{name} is no setting of eyas train: see `eyas train --help`") from None
-        raise EyasError(f"{name} {first['input']!r}: {first['msg'].lower()}") from None
+        raise EyasError(f"{name} {first['input']!r}: {first['msg'].removeprefix('Value error, ').lower()}") from None

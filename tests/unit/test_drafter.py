@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eyas.config import parse_loss
 from eyas.drafter import attention as attention_module
 from eyas.drafter.attention import Inputs, attend, attend_backward, dense_attention, make_blocks
-from eyas.drafter.loss import distribution, first_choice, head_loss, row_loss, state_loss
+from eyas.drafter.loss import distribution, first_choice, greedy_choice, head_loss, row_loss, state_loss
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.plan import Plan, count_trained, make_plan, trained_mask
 
@@ -133,7 +135,15 @@ def attention_inputs(plan: Plan, steps: int) -> Inputs:
         return torch.randn(heads, rows, 8, generator=g).requires_grad_()
 
     own_keys, own_values = ([make(2, Q) for _ in range(steps)] for _ in range(2))
-    return Inputs(make(6, Q), make(2, T), make(2, T), own_keys, own_values, plan.query_row, make_blocks(plan.documents, plan.query_row, 6))
+    return Inputs(
+        make(6, Q),
+        make(2, T),
+        make(2, T),
+        own_keys,
+        own_values,
+        plan.query_row,
+        make_blocks(plan.documents, plan.query_row, 6),
+    )
 
 
 @pytest.mark.parametrize(("block", "small"), [(1 << 24, 1 << 20), (1 << 24, 0), (200, 0), (200, 1 << 20), (1, 500)])
@@ -248,9 +258,7 @@ def test_each_loss_has_the_right_value_and_gradient(kinds: str) -> None:
     }
     value = sum(weight * values[kind] for kind, weight in parse_loss(kinds).items())
     (gradient,) = torch.autograd.grad(value.sum(), logits)
-    ours, ours_gradient = row_loss(
-        distribution(verifier_logits), at, distribution(logits.detach()), parse_loss(kinds)
-    )
+    ours, ours_gradient = row_loss(distribution(verifier_logits), at, distribution(logits.detach()), parse_loss(kinds))
     torch.testing.assert_close(ours, value.detach())
     torch.testing.assert_close(ours_gradient, gradient)
 
@@ -289,7 +297,9 @@ def test_gradients_of_a_pass_in_bf16_come_back_in_fp32() -> None:
 
 
 @pytest.mark.parametrize(("chunk", "block"), [(7, 60), (256, 1 << 18), (1, 1), (9, 1 << 18)])
-def test_chunked_head_loss_equals_autograd_of_the_whole(chunk: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_head_loss_equals_autograd_of_the_whole(
+    chunk: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("eyas.drafter.loss.CHUNK", chunk)
     monkeypatch.setattr("eyas.drafter.loss.BLOCK", block)
     g = torch.Generator().manual_seed(0)
@@ -308,3 +318,50 @@ def test_chunked_head_loss_equals_autograd_of_the_whole(chunk: int, block: int, 
         torch.autograd.grad(3 * loss, [hidden, head]), torch.autograd.grad(3 * whole, [hidden, head]), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_choice_over_the_whole_vocabulary_is_found_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.drafter.loss.CHUNK", 7)
+    monkeypatch.setattr("eyas.drafter.loss.SLICE", 64)
+    g = torch.Generator().manual_seed(0)
+    last, head = torch.randn(20, 6, generator=g), torch.randn(300, 6, generator=g)
+    assert greedy_choice(last, head).tolist() == (last @ head.T).argmax(-1).tolist()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most bytes that any result of an operation took."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor):
+                self.largest = max(self.largest, t.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("kinds", ["kl", "reverse_kl", "tv", "lk"])
+def test_a_vocabulary_of_163840_needs_no_tensor_of_rows_by_vocabulary(kinds: str) -> None:
+    V, R, K = 163_840, 260, 2
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(K * R, 4, generator=g).bfloat16().requires_grad_()
+    head = torch.randn(V, 4, generator=g).requires_grad_()
+    last, verifier_head = torch.randn(R, 4, generator=g).bfloat16(), torch.randn(V, 4, generator=g).bfloat16()
+    target = torch.arange(R).repeat_interleave(K)
+    weight = torch.full((K * R,), 1 / (K * R))
+    with LargestTensor() as seen:
+        loss, _ = head_loss(hidden, head, last, verifier_head, target, weight, parse_loss(kinds))
+        loss.backward()
+        greedy_choice(last, verifier_head)
+    assert seen.largest <= K * 256 * V * 2  # a chunk's logits in bf16; [K R, V] in fp32 is twice that
+    rows = torch.tensor([0, 255, 256, 2 * R - 1])  # both sides of the chunks' border
+    at = target[rows]
+    value, _ = row_loss(
+        distribution(last @ verifier_head.T),
+        at,
+        distribution(hidden.detach()[rows] @ head.bfloat16().T),
+        parse_loss(kinds),
+    )
+    alone, _ = head_loss(hidden[rows], head, last, verifier_head, at, torch.ones(4), parse_loss(kinds))
+    torch.testing.assert_close(alone.detach(), value.sum().detach(), rtol=1e-4, atol=1e-4)

@@ -136,7 +136,7 @@ def attend_backward(
         block_q, block_grad = _rows(q, block), _rows(grad, block)  # [m, g q, d]
         d_weight = _products(block_grad, x.value[:, block.keys], _rows(d_share, block))
         d_score = torch._softmax_backward_data(d_weight, weight, -1, weight.dtype)
-        # Columns of `weight` are strided: as the right factor they are read as they are, as a left one, transposed, copied.
+        # Rows of `weight` are strided: as the right factor they are read in place, as the left one, transposed, copied.
         d_value[..., block.keys] += block_grad.transpose(1, 2) @ weight[..., :t]
         d_key[..., block.keys] += block_q.transpose(1, 2) @ d_score[..., :t]
         _put(d_query, block, d_score[..., :t] @ x.key[:, block.keys])

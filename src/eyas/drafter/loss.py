@@ -29,11 +29,12 @@ from eyas.drafter.precision import wide
 CHUNK = 256  # targets whose logits exist at a time
 BLOCK = 1 << 17  # fp32 numbers of the verifier's rows in one pass, 512 KiB; the drafter's are K times as many
 GROUP = 64
+SLICE = 1 << 14  # columns of the whole vocabulary at a time
 TINY = 1e-30
 
 
 class Rows(NamedTuple):
-    """Distributions of r rows, in fp32: logits and probabilities [r, Vd], log of the scale [r], first choice [r] int64.
+    """Distributions of r rows, wide: logits and probabilities [r, Vd], log of the scale [r], first choice [r] int64.
 
     log p = logits - log_scale, which is formed only where a loss needs it: one exponential a number is what this costs.
     """
@@ -54,14 +55,29 @@ def distribution(logits: Tensor) -> Rows:
 
 
 def first_choice(logits: Tensor) -> Tensor:
-    """argmax of each row, [r]: first the best group of GROUP, then the best in it (torch's argmax is not vectorised)."""
+    """argmax of each row, [r]: the best group of GROUP, then the best in it (torch's own argmax is not vectorised)."""
     r, width = logits.shape
     if width % GROUP or width == GROUP:
         return logits.argmax(-1)
-    groups = logits.view(r, -1, GROUP)
+    groups = logits.view(r, width // GROUP, GROUP)
     best = groups.amax(-1).argmax(-1)  # [r]
     inside = groups.gather(1, best[:, None, None].expand(-1, 1, GROUP))[:, 0].argmax(-1)
     return best * GROUP + inside
+
+
+def greedy_choice(last: Tensor, head: Tensor) -> Tensor:
+    """argmax of last @ head^T by row, [R] int64, from CHUNK by SLICE logits at a time. last: [R, Ht]; head: [V, Ht]."""
+    choice = torch.empty(len(last), dtype=torch.int64, device=last.device)
+    for start in range(0, len(last), CHUNK):
+        rows = last[start : start + CHUNK]
+        best = wide(rows.new_full((len(rows),), -torch.inf))
+        for first in range(0, len(head), SLICE):
+            logits = wide(rows @ head[first : first + SLICE].T)
+            at = first_choice(logits)
+            value = logits.gather(1, at[:, None])[:, 0]
+            choice[start : start + CHUNK][value > best] = at[value > best] + first
+            best = torch.maximum(best, value)
+    return choice
 
 
 def head_loss(
@@ -77,7 +93,7 @@ def head_loss(
 
     hidden: [M, H], the drafter's outputs after its norm; head: [Vd, H], of any dtype; last: [R, Ht], the verifier's
     states after its final norm; verifier_head: [Vd, Ht], its lm_head rows of the draft vocabulary; target: [M] int64,
-    which of the R each row is compared with, ascending; weight: [M] fp32; kinds: a weight for each loss, by default {"kl": 1}.
+    which of the R each row is compared with, ascending; weight: [M] fp32; kinds: a weight for each loss, {"kl": 1}.
     Returns (loss: scalar, differentiable in hidden and head; correct: [M] bool).
     """
     loss, correct = _HeadLoss.apply(  # type: ignore[no-untyped-call]
@@ -117,6 +133,8 @@ class _HeadLoss(torch.autograd.Function):
             logits = hidden[rows] @ cast_head.T  # [c, Vd]
             for block in blocks:
                 here = slice(starts[block], starts[block + 1])
+                if here.start == here.stop:
+                    continue
                 inside = logits[here.start - rows.start : here.stop - rows.start]
                 first = (block - chunk) * step
                 verifier, drafter = distribution(verifier_logits[first : first + step]), distribution(inside)
@@ -161,8 +179,8 @@ def state_loss(hidden: Tensor, last: Tensor, target: Tensor) -> Tensor:
 def row_loss(verifier: Rows, at: Tensor, drafter: Rows, kinds: dict[str, float]) -> tuple[Tensor, Tensor]:
     """Weighted sum of losses of each row, and its gradient by the logits.
 
-    verifier: r rows; at: [c] int64, which of them each of the drafter's c rows is compared with. Returns ([c], [c, Vd]).
-    Overwrites the drafter's probabilities.
+    verifier: r rows; at: [c] int64, which of them each of the drafter's c rows is compared with; the drafter's
+    probabilities are overwritten. Returns ([c], [c, Vd]).
     """
     value, gradient = torch.zeros_like(drafter.log_scale), None
     for i, (kind, weight) in enumerate(kinds.items()):

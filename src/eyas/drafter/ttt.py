@@ -119,7 +119,7 @@ class _Steps(torch.autograd.Function):
         w = _fold(weights, settings, states.dtype)
         m, d, eps = settings.kv_heads, settings.head_dim, settings.eps
         K, Q, T, H = plan.steps, len(plan.query_row), len(plan.key_row), len(w.fc)
-        nd, C = w.o.shape[1], len(w.token)
+        nd = w.o.shape[1]
         position = plan.key_position[plan.query_row]
 
         token_unit, _ = _unit(token, eps)
@@ -135,7 +135,7 @@ class _Steps(torch.autograd.Function):
 
         new = states.new_empty
         # What the backward pass reads, by step: x / rms(x) into the attention and into the MLP, as the norms' gradients
-        # (unit) and as the products (seen, with dropout) want them; 1 / rms; attention output; gate and up; silu(gate) up.
+        # (unit) and as the products (seen, with dropout) want them; 1 / rms; attention output; gate, up; silu(gate) up.
         unit, mlp_unit, out = new(K, Q, H), new(K, Q, H), new(K, Q, H)
         seen = unit if settings.dropout == 0 else new(K, Q, H)
         attended, gate_up, middle = new(K, Q, nd), new(K, Q, len(w.gate_up)), new(K, Q, len(w.gate_up) // 2)
@@ -206,7 +206,9 @@ class _Steps(torch.autograd.Function):
         d_out = grads[0].clone(memory_format=torch.contiguous_format)  # [K, Q, H]
         d_r, d_qkv = torch.empty_like(d_out), states.new_empty(K, Q, C)
         d_key, d_value = torch.zeros(2, m, d, T, dtype=states.dtype, device=states.device)
-        d_own_keys, d_own_values = ([torch.zeros_like(x) for x in own] for own in (inputs[-1].own_keys, inputs[-1].own_values))
+        d_own_keys, d_own_values = (
+            [torch.zeros_like(x) for x in own] for own in (inputs[-1].own_keys, inputs[-1].own_values)
+        )
         for step in reversed(range(K)):
             d_middle = d_out[step] @ w.down  # [Q, I]
             if mlp_keep[step] is not None:

@@ -27,7 +27,7 @@ import eyas
 from eyas.config import TrainConfig, parse_loss
 from eyas.device import compute_dtype, pick_device
 from eyas.drafter.checkpoint import config_json, save_checkpoint
-from eyas.drafter.loss import head_loss, state_loss
+from eyas.drafter.loss import greedy_choice, head_loss, state_loss
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.start import start_from_verifier, start_random
 from eyas.errors import EyasError
@@ -165,7 +165,7 @@ class Run:
         rate = learning_rate(self.step, self.total, self.config)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        loss, right, counts = self.loss(batch, noise=True)
+        loss, correct, counts = self.loss(batch, noise=True)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm)
         self.optimiser.step()
@@ -176,11 +176,11 @@ class Run:
             raise EyasError(
                 f"the loss is {value} at step {self.step + 1}: samples {names}; lower --lr or check the data"
             )
-        accuracy = [r / n if n else 0.0 for r, n in zip(right.tolist(), counts, strict=True)]
+        accuracy = [int(c) / n if n else 0.0 for c, n in zip(correct, counts, strict=True)]
         return {"loss": value, "accuracy": accuracy, "grad_norm": float(norm), "lr": rate}
 
-    def loss(self, batch: Batch, noise: bool) -> tuple[Tensor, Tensor, list[int]]:
-        """Weighted loss of one pack; per TTT step, how many first choices are right [K] and of how many."""
+    def loss(self, batch: Batch, noise: bool) -> tuple[Tensor, list[Tensor], list[int]]:
+        """Weighted loss of one pack; correct and trained positions per TTT step."""
         plan = batch.plan.to(self.device)
         states = batch.states.to(self.device, self.dtype)
         if noise and self.config.noise_std > 0:
@@ -189,24 +189,31 @@ class Run:
             uniform = torch.rand(states.shape, generator=self.noise, device=self.device, dtype=states.dtype)
             states = states + (uniform - 0.5) * width
         last = self.head.norm(batch.last.to(self.device)).to(self.dtype)
-        counts = [len(rows) for rows in plan.trained]
-        decay = [self.config.step_weight_decay**k for k in range(plan.steps)]
-        by_step = torch.tensor([w / sum(decay) / max(1, n) for w, n in zip(decay, counts, strict=True)])
-        weight = by_step.to(self.device)[plan.loss_step]  # [M]
-        outputs = self.drafter(plan, states)  # [K, Q, H]
-        hidden = self.drafter.normed(outputs, plan.loss_row)  # [M, H]
-        total, correct = head_loss(
-            hidden, self.drafter.lm_head.weight, last, self.draft_head, plan.loss_target, weight, self.kinds
-        )
+        rows, step, target = plan.loss_row, plan.loss_step, plan.loss_target  # [M] each
+        if self.config.outside == "drop":
+            known = self.known[greedy_choice(last, self.head.head)][target]
+            rows, step, target = rows[known], step[known], target[known]
+        count = torch.bincount(step, minlength=plan.steps)
+        decay = self.config.step_weight_decay ** torch.arange(plan.steps, device=self.device)
+        weight = (decay / decay.sum() / count.clamp_min(1))[step]
+        hidden = self.drafter.normed(self.drafter(plan, states), rows)  # [M, H]
+        total, right = head_loss(hidden, self.drafter.lm_head.weight, last, self.draft_head, target, weight, self.kinds)
         if self.config.state_weight:
-            total = total + self.config.state_weight * torch.dot(state_loss(hidden, last, plan.loss_target), weight)
-        right = torch.zeros(plan.steps, device=self.device).index_add_(0, plan.loss_step, correct.float())
-        return total, right, counts
+            total = total + self.config.state_weight * torch.dot(state_loss(hidden, last, target), weight)
+        correct = torch.bincount(step[right], minlength=plan.steps)
+        return total, list(correct), count.tolist()
 
     @cached_property
     def draft_head(self) -> Tensor:
         """The verifier's lm_head rows of the draft vocabulary, [Vd, Ht]."""
         return self.head.draft_head()
+
+    @cached_property
+    def known(self) -> Tensor:
+        """[V] bool, which tokens the draft vocabulary holds."""
+        known = torch.zeros(len(self.head.head), dtype=torch.bool, device=self.device)
+        known[self.head.draft_ids] = True
+        return known
 
     def _line(self, where: str, epoch: int, m: dict[str, Any], meter: Meter, left: float) -> str:
         accuracy = "/".join(f"{a:.3f}" for a in m["accuracy"])
