@@ -107,9 +107,10 @@ def reference_outputs(drafter: Drafter, ids: np.ndarray, states: Tensor, steps: 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])
 def test_forward_and_gradients_equal_the_fp64_reference(steps: int) -> None:
-    drafter, documents = make_drafter(), make_documents([11, 7])
+    drafter, documents = make_drafter(), make_documents([11, 9], share=0.9)
     states, _ = make_states(documents)
     plan = make_plan(documents, steps)
+    assert all(len(rows) for rows in plan.trained)
     ours = drafter(plan, states[plan.key_row])
     weight = torch.randn(CONFIG.hidden_size, dtype=torch.float64)
     loss = sum((out[rows] @ weight).square().sum() for out, rows in zip(ours, plan.trained, strict=True))
@@ -125,6 +126,37 @@ def test_forward_and_gradients_equal_the_fp64_reference(steps: int) -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # norms keep fp32 statistics
     for ours_g, reference_g in zip(grads, torch.autograd.grad(expected, list(drafter.parameters())[:-2]), strict=True):
         torch.testing.assert_close(ours_g, reference_g, rtol=1e-4, atol=1e-5 * float(reference_g.abs().max()))
+
+
+def test_gradients_with_dropout_are_the_slope_of_the_loss() -> None:
+    drafter, documents = make_drafter(), make_documents([11, 9], share=0.9)
+    drafter.midlayer.dropout, drafter.midlayer.mlp.dropout = 0.3, 0.4
+    states, _ = make_states(documents)
+    plan = make_plan(documents, 3)
+    parameters = list(drafter.parameters())[:-2]
+    direction = [
+        torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) for p in parameters
+    ]
+
+    def loss() -> Tensor:
+        torch.manual_seed(0)  # the same positions dropped each time
+        return drafter(plan, states[plan.key_row]).square().mean()
+
+    def moved(along: float) -> float:
+        vector = torch.nn.utils.parameters_to_vector(parameters)
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(
+                vector + along * torch.cat([d.flatten() for d in direction]), parameters
+            )
+            value = loss().item()
+            torch.nn.utils.vector_to_parameters(vector, parameters)
+        return value
+
+    slope = sum(float((g * d).sum()) for g, d in zip(torch.autograd.grad(loss(), parameters), direction, strict=True))
+    assert slope == pytest.approx((moved(1e-5) - moved(-1e-5)) / 2e-5, rel=1e-4)
+    dropped = loss().item()
+    drafter.eval()
+    assert loss().item() != dropped
 
 
 def attention_inputs(plan: Plan, steps: int) -> Inputs:

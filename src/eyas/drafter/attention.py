@@ -170,7 +170,8 @@ def _put(y: Tensor, block: Block, values: Tensor) -> None:
 
 def _scores(x: Inputs) -> int:
     """How many scores all blocks have."""
-    return len(x.query) * sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in x.blocks)
+    per_head: int = sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in x.blocks)
+    return len(x.query) * per_head
 
 
 def _own_scores(x: Inputs) -> Tensor:

@@ -106,7 +106,7 @@ def make_plan(documents: list[tuple[np.ndarray, np.ndarray]], steps: int) -> Pla
     trained: list[list[np.ndarray]] = [[] for _ in range(steps)]
     target: list[list[np.ndarray]] = [[] for _ in range(steps)]
     masks_of = [np.stack([trained_mask(loss_mask, k) for k in range(steps)]) for _, loss_mask in documents]  # [K, T]
-    key_counts = [int(m.any(axis=0).nonzero()[0][-1]) + 1 if m.any() else 0 for m in masks_of]
+    key_counts = [int(np.flatnonzero(m.any(axis=0))[-1]) + 1 if m.any() else 0 for m in masks_of]
     rows: list[Document] = []
     first = keys = queries = targets = 0
     behind = sum(key_counts)  # rows of the tokens behind the documents' keys come after those of all keys

@@ -155,7 +155,7 @@ class _Steps(torch.autograd.Function):
                 inverse.append(_unit(hidden, eps, out=unit[step])[1])
                 keep.append(_keep(hidden, settings.dropout))
             if seen is not unit:
-                torch.mul(unit[step], keep[step], out=seen[step])
+                seen[step].copy_(_drop(unit[step], keep[step]))
             qkv = token_part.index_select(0, plan.token_row[step])  # [Q, C]
             if step == 0:
                 qkv = torch.addmm(qkv[:, :nd], seen[0], w.hidden[:nd].T)
@@ -177,8 +177,8 @@ class _Steps(torch.autograd.Function):
             gate, up = gate_up[step].chunk(2, dim=-1)
             torch.mul(F.silu(gate), up, out=middle[step])
             mlp_keep.append(_keep(middle[step], settings.mlp_dropout))
-            if mlp_keep[step] is not None:
-                middle[step].mul_(mlp_keep[step])
+            if settings.mlp_dropout:
+                middle[step].copy_(_drop(middle[step], mlp_keep[step]))
             torch.addmm(r, middle[step], w.down.T, out=out[step])
             hidden = out[step]
         ctx.save_for_backward(*parameters)
@@ -210,9 +210,7 @@ class _Steps(torch.autograd.Function):
             [torch.zeros_like(x) for x in own] for own in (inputs[-1].own_keys, inputs[-1].own_values)
         )
         for step in reversed(range(K)):
-            d_middle = d_out[step] @ w.down  # [Q, I]
-            if mlp_keep[step] is not None:
-                d_middle.mul_(mlp_keep[step])
+            d_middle = _drop(d_out[step] @ w.down, mlp_keep[step])  # [Q, I]
             _swiglu_backward(d_middle, gate_up[step])
             _unit_backward(gate_up[step] @ w.gate_up, mlp_unit[step], mlp_inverse[step], d_out[step], out=d_r[step])
             d_attended = (d_r[step] @ w.o).view(Q, nd // d, d).transpose(0, 1).contiguous()  # [n, Q, d]
@@ -274,7 +272,7 @@ def _fold(weights: Weights, settings: Settings, dtype: torch.dtype) -> Folded:
 
     def stack(parts: tuple[Tensor, ...], columns: slice, norm: Tensor, scales: tuple[float, ...]) -> Tensor:
         out = torch.empty(sum(map(len, parts)), len(norm), dtype=dtype, device=norm.device)
-        for rows, part, by in zip(out.split([len(p) for p in parts]), parts, scales, strict=True):
+        for rows, part, by in zip(torch.split(out, [len(p) for p in parts]), parts, scales, strict=True):
             rows.copy_(part[:, columns] * (norm * by))
         return out
 
@@ -302,7 +300,11 @@ def _unfold(weights: Weights, settings: Settings, d: Folded) -> Weights:
     H = len(weights.fc)
     sizes = [len(weights.q), len(weights.k), len(weights.v)]
     for weight, by, token, hidden in zip(
-        (weights.q, weights.k, weights.v), (scale, 1.0, 1.0), d.token.split(sizes), d.hidden.split(sizes), strict=True
+        (weights.q, weights.k, weights.v),
+        (scale, 1.0, 1.0),
+        torch.split(d.token, sizes),
+        torch.split(d.hidden, sizes),
+        strict=True,
     ):
         grads.append(torch.empty_like(weight))
         part(token, weight[:, :H], 0, weights.token_norm, by, grads[-1][:, :H])
