@@ -10,8 +10,11 @@ What autograd would do step by step is done here once for all steps:
   steps, summed there in fp32.
 - Buffers of the forward pass are overwritten by their gradients.
 
+Dropout, where asked for, drops a token's numbers once for all steps, and a state's anew at each.
+
 Rows: T keys, Q queries, E tokens, K steps (`drafter.plan`); C = (n + 2 m) d columns of q, k and v.
-Kept for the backward pass, per query and step: 4 H + 2 (n + m) d + 3 I numbers in the compute dtype. No score is kept.
+Kept for the backward pass, per query and step: 4 H + 2 (n + m) d + 3 I numbers in the compute dtype, and the attention
+weights while they are few (`drafter.attention`).
 """
 
 from __future__ import annotations
