@@ -198,7 +198,10 @@ def train(
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens of one packed batch [max-seq-len]")] = None,
     ttt_steps: Annotated[int | None, typer.Option(help="Training-time test steps [3]")] = None,
     ttt_warmup_epochs: Annotated[int | None, typer.Option(help="First epochs that train step 0 alone [0]")] = None,
-    loss: Annotated[str | None, typer.Option(help="kl, reverse_kl, tv or lk [kl]")] = None,
+    loss: Annotated[str | None, typer.Option(help="kl, reverse_kl, tv, lk, or a sum: kl+0.5*tv [kl]")] = None,
+    outside: Annotated[
+        str | None, typer.Option(help="keep or drop positions whose first choice no draft can be [keep]")
+    ] = None,
     step_weight_decay: Annotated[float | None, typer.Option(help="TTT step k counts decay**k [1]")] = None,
     state_weight: Annotated[float | None, typer.Option(help="Weight of the distance to the last state [0]")] = None,
     noise_std: Annotated[

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from eyas.errors import EyasError
+
+LOSSES = ("kl", "reverse_kl", "tv", "lk")  # defined in drafter/loss.py
+
+
+def parse_loss(text: str) -> dict[str, float]:
+    """`kl`, or a weighted sum such as `kl+0.5*tv`, as a weight for each loss. Raises ValueError for anything else."""
+    terms: dict[str, float] = {}
+    for term in text.split("+"):
+        weight, _, kind = (part.strip() for part in term.rpartition("*"))
+        if kind not in LOSSES or kind in terms:
+            raise ValueError(f"not {', '.join(LOSSES)} or a sum of them such as kl+0.5*tv")
+        try:
+            terms[kind] = float(weight or 1)
+        except ValueError:
+            raise ValueError(f"{weight!r} before {kind} is no number") from None
+        if not 0 < terms[kind] < math.inf:
+            raise ValueError(f"the weight of {kind} must be greater than 0")
+    return terms
 
 
 class TrainConfig(BaseModel):
@@ -39,7 +58,10 @@ class TrainConfig(BaseModel):
 
     ttt_steps: int = Field(3, ge=1, le=16, description="Training-time test steps K")
     ttt_warmup_epochs: int = Field(0, ge=0, description="First epochs that train TTT step 0 alone, at 0.4 of the cost")
-    loss: Literal["kl", "reverse_kl", "tv", "lk"] = "kl"
+    loss: str = Field("kl", description="kl, reverse_kl, tv or lk, or a weighted sum such as kl+0.5*tv")
+    outside: Literal["keep", "drop"] = Field(
+        "keep", description="Positions where the verifier's first choice is outside the draft vocabulary"
+    )
     step_weight_decay: float = Field(1.0, gt=0, le=1, description="TTT step k counts decay**k")
     state_weight: float = Field(0.0, ge=0, description="weight of the distance to the verifier's last state")
     noise_std: float = Field(
@@ -63,6 +85,12 @@ class TrainConfig(BaseModel):
     dtype: Literal["auto", "bf16", "fp32"] = Field("auto", description="Compute dtype; masters are always fp32")
     device: str = "auto"
     trust_remote_code: bool = Field(False, description="Run the code that the verifier's folder brings")
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str) -> str:
+        parse_loss(value)
+        return value
 
     def resolved(self) -> dict[str, Any]:
         """Plain values, as run.yaml holds them."""
@@ -96,4 +124,4 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:
             raise EyasError(f"{name} is missing: give it as a flag or in --config") from None
         if first["type"] == "extra_forbidden":
             raise EyasError(f"{name} is no setting of eyas train: see `eyas train --help`") from None
-        raise EyasError(f"{name} {first['input']!r}: {first['msg'].lower()}") from None
+        raise EyasError(f"{name} {first['input']!r}: {first['msg'].removeprefix('Value error, ').lower()}") from None

@@ -148,6 +148,7 @@ def test_a_saved_run_gives_the_same_drafter_again(tiny: Tiny, tmp_path: Path, ey
     assert {**a["config"], "output_dir": ""} == {**b["config"], "output_dir": ""}
     assert equal(tmp_path / "a", tmp_path / "b")
     others = {"c": ("--seed", 6), "d": ("--noise-std", 0), "e": ("--step-weight-decay", 1), "f": ("--state-weight", 4)}
+    others |= {"g": ("--outside", "drop"), "h": ("--loss", "kl+0.5*tv")}
     for name, change in others.items():  # the file gives way to a flag, and what is changed matters
         result = eyas("train", "--config", tmp_path / "a" / "run.yaml", "--output-dir", tmp_path / name, *change)
         assert result.code == 0

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.drafter.loss import head_loss, verifier_side
+from eyas.drafter.loss import distribution, row_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.plan import Plan
 from eyas.evaluate.rounds import accept_length, beginnings
@@ -87,14 +87,13 @@ def evaluate(
         samples += len(batch.samples)
         begins.append(beginnings(plan))
         outputs = drafter(plan, batch.states.to(device, dtype))
-        side = verifier_side(last, draft_head)
         first_choice, log_scale = _full_vocabulary(last, verifier)
         for k, out in enumerate(outputs):
-            hidden = drafter.norm(out[plan.trained[k]])
-            loss, _ = head_loss(hidden, head, side, plan.target[k])
+            hidden, goal = drafter.norm(out[plan.trained[k]]), last[plan.target[k]]
+            at = plan.target[k]
+            c, a, kl = _compare(hidden, head, goal, draft_head, first_choice[at], log_scale[at], verifier.draft_ids)
             if k == 0 and len(hidden):
-                losses.append((float(loss), len(hidden)))
-            c, a = _compare(hidden, head, side.p, first_choice, log_scale, verifier.draft_ids, plan.target[k])
+                losses.append((float(kl.sum()), len(hidden)))
             right[k].append(_scatter(c, plan, k))
             accept[k].append(_scatter(a, plan, k))
     return _figures(right, accept, begins, losses, samples)
@@ -113,20 +112,25 @@ def _full_vocabulary(last: Tensor, verifier: VerifierHead) -> tuple[Tensor, Tens
 
 
 def _compare(
-    hidden: Tensor, head: Tensor, p: Tensor, choice: Tensor, log_share: Tensor, draft_ids: Tensor, target: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Whether first choices agree, and sum min(p, q) over the full vocabulary, for drafter rows [M, H]."""
-    agree = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    accepted = torch.empty_like(agree)
+    hidden: Tensor,
+    head: Tensor,
+    last: Tensor,
+    draft_head: Tensor,
+    choice: Tensor,
+    log_share: Tensor,
+    draft_ids: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of drafter rows [M, H] against the verifier's [M, Ht]: whether first choices agree, sum min(p, q) over the full
+    vocabulary, and the KL over the draft vocabulary, each [M]."""
+    agree, accepted, kl = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
     for start in range(0, len(hidden), CHUNK):
         rows = slice(start, start + CHUNK)
-        at = target[rows]
-        logits = (hidden[rows] @ head.T).float()
-        agree[rows] = (draft_ids[logits.argmax(-1)] == choice[at]).float()
+        p, q = distribution(last[rows] @ draft_head.T), distribution(hidden[rows] @ head.T)
+        agree[rows] = (draft_ids[q.choice] == choice[rows]).float()
         # p over the draft vocabulary sums to 1; the full distribution gives it only its share of the mass.
-        full_p = p[at].float() * log_share[at].exp()[:, None]
-        accepted[rows] = torch.minimum(full_p, torch.softmax(logits, -1)).sum(-1)
-    return agree, accepted
+        accepted[rows] = torch.minimum(p.p * log_share[rows, None].exp(), q.p).sum(-1)
+        kl[rows], _ = row_loss(p, torch.arange(len(q.p), device=q.p.device), q, {"kl": 1.0})
+    return agree, accepted, kl
 
 
 def _scatter(values: Tensor, plan: Plan, step: int) -> Tensor:

@@ -24,10 +24,10 @@ import yaml
 from torch import Tensor
 
 import eyas
-from eyas.config import TrainConfig
+from eyas.config import TrainConfig, parse_loss
 from eyas.device import compute_dtype, pick_device
 from eyas.drafter.checkpoint import config_json, save_checkpoint
-from eyas.drafter.loss import head_loss, state_loss, verifier_side
+from eyas.drafter.loss import greedy_choice, head_loss, state_loss
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.start import start_from_verifier, start_random
 from eyas.errors import EyasError
@@ -63,6 +63,7 @@ class Run:
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
         self.drafter = self._drafter().to(self.device)
         self.layers = aux_layers(self.source, self.verifier)
+        self.kinds = parse_loss(config.loss)
         config_json(self.drafter.config, self.verifier.config, self.layers, "float32")  # refuses before any work
         self.optimiser = make_optimiser(self.drafter, config)
         self.noise = torch.Generator(self.device).manual_seed(config.seed)
@@ -192,25 +193,31 @@ class Run:
             uniform = torch.rand(states.shape, generator=self.noise, device=self.device, dtype=states.dtype)
             states = states + (uniform - 0.5) * width
         last = self.head.norm(batch.last.to(self.device)).to(self.dtype)
-        side = verifier_side(last, self.draft_head)
-        head = self.drafter.lm_head.weight.to(self.dtype)
-        total = torch.zeros((), device=self.device)
-        correct, counts = [], []
-        weights = [self.config.step_weight_decay**k for k in range(plan.steps)]
-        for k, out in enumerate(self.drafter(plan, states)):
-            hidden = self.drafter.norm(out.index_select(0, plan.trained[k]))
-            value, right = head_loss(hidden, head, side, plan.target[k], self.config.loss)
-            if self.config.state_weight:
-                value = value + self.config.state_weight * state_loss(hidden, last, plan.target[k])
-            total = total + value * (weights[k] / sum(weights) / max(1, len(hidden)))
-            correct.append(right)
-            counts.append(len(hidden))
-        return total, correct, counts
+        rows, step, target = plan.loss_row, plan.loss_step, plan.loss_target  # [M] each
+        if self.config.outside == "drop":
+            known = self.known[greedy_choice(last, self.head.head)][target]
+            rows, step, target = rows[known], step[known], target[known]
+        count = torch.bincount(step, minlength=plan.steps)
+        decay = self.config.step_weight_decay ** torch.arange(plan.steps, device=self.device)
+        weight = (decay / decay.sum() / count.clamp_min(1))[step]
+        hidden = self.drafter.normed(self.drafter(plan, states), rows)  # [M, H]
+        total, right = head_loss(hidden, self.drafter.lm_head.weight, last, self.draft_head, target, weight, self.kinds)
+        if self.config.state_weight:
+            total = total + self.config.state_weight * torch.dot(state_loss(hidden, last, target), weight)
+        correct = torch.bincount(step[right], minlength=plan.steps)
+        return total, list(correct), count.tolist()
 
     @cached_property
     def draft_head(self) -> Tensor:
         """The verifier's lm_head rows of the draft vocabulary, [Vd, Ht]."""
         return self.head.draft_head()
+
+    @cached_property
+    def known(self) -> Tensor:
+        """[V] bool, which tokens the draft vocabulary holds."""
+        known = torch.zeros(len(self.head.head), dtype=torch.bool, device=self.device)
+        known[self.head.draft_ids] = True
+        return known
 
     def _line(self, where: str, epoch: int, m: dict[str, Any], meter: Meter, left: float) -> str:
         accuracy = "/".join(f"{a:.3f}" for a in m["accuracy"])
