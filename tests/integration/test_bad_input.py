@@ -414,7 +414,7 @@ def test_an_output_that_must_not_be_written(tiny: Tiny, run: Path, disk: Disk, e
         ("capture", 64, []),
         ("vocab", 0, []),
         ("train", 0, []),
-        ("train", 64, ["out/run.yaml"]),
+        ("train", 64, ["out/resume.txt", "out/run.yaml"]),
         ("eval", 0, []),
         ("export", 0, []),
         ("export", 64, []),
