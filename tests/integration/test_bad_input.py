@@ -434,21 +434,27 @@ def test_a_full_output(
         assert yaml.safe_load((disk.path / "out" / "run.yaml").read_text())["config"]["max_seq_len"] == 64
 
 
-def test_a_disk_that_fills_up_during_training_leaves_the_checkpoints_before(
+def test_a_disk_that_fills_up_during_training_leaves_what_was_whole_and_the_run_goes_on_later(
     tiny: Tiny, run: Path, disk: Disk, eyas: Eyas
 ) -> None:
-    size = sum(p.stat().st_size for p in (run / "best").resolve().iterdir())
+    size = sum(p.stat().st_size for p in (run / "best").resolve().iterdir())  # a state is three times as large
     disk.mount("size=16m")
-    disk.fill((5 * size // 2 + 64 * 1024) // 1024)
+    disk.fill((2 * 4 * size + 2 * size) // 1024)
     arguments = train_arguments(tiny, disk.path / "out")
     arguments[arguments.index("--epochs") + 1] = 4
     assert_refused(eyas(*arguments), "cannot write the checkpoint", "No space left")
     folders = sorted((disk.path / "out" / "checkpoints").iterdir())
-    assert len(folders) == 2
+    assert len(folders) == 3
     for folder in folders:
         assert sorted(p.name for p in folder.iterdir()) == ["config.json", "eyas.json", "model.safetensors"]
         assert load_file(folder / "model.safetensors").keys() == load_file(run / "best" / "model.safetensors").keys()
     assert (disk.path / "out" / "last").resolve() == folders[-1]
+    states = sorted((disk.path / "out" / "state").iterdir())
+    assert [p.name for p in states] == [p.name for p in folders[:2]]
+    (disk.path / "filler").unlink()
+    done = eyas("train", "--output-dir", disk.path / "out", "--resume")
+    assert (done.code, done.err) == (0, [])
+    assert any(f"goes on from {states[-1]}" in line for line in done.out)
 
 
 def test_a_disk_that_fills_up_during_capture_keeps_what_is_recorded_and_goes_on_later(

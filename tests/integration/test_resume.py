@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from ranks import Played, play, settings, start, state_json, steps, tensors, trace
 from safetensors.torch import load_file
 
 import eyas as package
 from conftest import Eyas, Tiny
 from eyas.config import load_config
 from eyas.train.loop import Run
-from ranks import Played, play, settings, start, state_json, steps, tensors, trace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +44,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 # -- exactness ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 2)])
 def test_killed_and_resumed_is_the_run_that_was_not_killed(
     tiny: Tiny, tmp_path: Path, ranks: int, accumulation: int
 ) -> None:
@@ -95,7 +95,7 @@ def test_two_ranks_resumed_as_one_see_the_same_remaining_samples(tiny: Tiny, tmp
 
 
 def test_one_rank_with_accumulation_two_equals_two_ranks_and_sharded_ones(tiny: Tiny, tmp_path: Path) -> None:
-    flags = {"batch_tokens": 150}
+    flags = {"batch_tokens": 220}
     runs = {
         "one": ({"grad_accumulation": 2}, 1),
         "two": ({}, 2),
@@ -188,6 +188,7 @@ def test_a_run_is_not_written_over(tiny: Tiny, stopped: Path) -> None:
 
 
 def test_what_matters_must_be_the_same_and_is_named(tiny: Tiny, stopped: Path, tmp_path: Path) -> None:
+    before = (stopped / "run.yaml").read_bytes()
     t2d = np.zeros(400, dtype=bool)
     t2d[:96] = True
     (tmp_path / "m").mkdir()
@@ -202,6 +203,7 @@ def test_what_matters_must_be_the_same_and_is_named(tiny: Tiny, stopped: Path, t
         refused = resume(stopped, **flags)
         assert refused.codes == [2]
         assert all(word in refused.said[-1] for word in ["--resume: the run in", *words]), refused.said[-1]
+        assert (stopped / "run.yaml").read_bytes() == before
     shutil.copytree(tiny.store, tmp_path / "elsewhere")
     assert resume(stopped, data_dir=tmp_path / "elsewhere", num_workers=0, keep=9).codes == [0]  # all that may differ
 
@@ -280,7 +282,7 @@ def test_a_signal_while_validating_leaves_the_validation_for_later(tiny: Tiny, t
 
 
 def test_patience_ends_a_run_whose_accept_length_grows_no_more(tiny: Tiny, tmp_path: Path) -> None:
-    flags = settings(tiny, tmp_path / "run", lr=1e-9, ema=None, epochs=9, patience=2)
+    flags = settings(tiny, tmp_path / "run", lr=1e-30, batch_tokens=2000, epochs=9, patience=2)
     said: list[str] = []
     summary = Run(load_config(flags), said.append).train()
     assert summary["stopped"] == "patience" and summary["epochs"] == 3
@@ -373,4 +375,4 @@ def test_the_last_states_and_the_best_checkpoint_are_kept(tiny: Tiny, tmp_path: 
     kept = sorted(p.name for p in (output / "checkpoints").iterdir())
     assert kept == sorted({best, "step-000005", "step-000006"})
     assert (output / "best").resolve().name == best
-    assert not [p for p in output.rglob(".*")]
+    assert not list(output.rglob(".*"))

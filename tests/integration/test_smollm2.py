@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from eyas.config import load_config
 from eyas.demo import PACKAGE, smollm2

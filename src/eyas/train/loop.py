@@ -125,8 +125,12 @@ class Run:
     def _train(self) -> None:
         c = self.config
         with self.states, self.stop, self.status:
-            open_run(c, self.source, self.verifier, self.ranks, self.states)
+            if self.ranks.first:
+                open_run(c.output_dir, self.states)
+            self.ranks.wait()
             self._go_on()
+            if self.ranks.first:
+                save_run(c, self.source, self.verifier)
             self._introduce()
             self.began, self.seconds_before, self.steps_before = time.monotonic(), self.at.seconds, self.step
             while self.at.epoch < c.epochs and self.ended is None:
@@ -143,7 +147,7 @@ class Run:
         found = self.states.newest(self.say) if self.config.resume else None
         if found is None:
             return
-        (folder, about), accumulation = found, self.config.grad_accumulation
+        folder, about = found
         check_identity(self.config.output_dir, about["identity"], self.identity, about["ranks"] == self.ranks.world)
         at = self.at = progress(about)
         self.states.load(folder, self._tensors())
@@ -152,10 +156,10 @@ class Run:
         ]
         self.total = at.step + sum(math.ceil(packs / self.per_step) for packs in left)
         self.say(f"goes on from {folder}: {at.step:,} steps are done")
-        if about["ranks"] * about["grad_accumulation"] != self.per_step:
+        before = about["ranks"] * about["grad_accumulation"]
+        if before != self.per_step:
             self.say(
-                f"a step takes {self.per_step} packs now ({self.ranks.world} ranks, accumulation {accumulation}), before"
-                f" {about['ranks'] * about['grad_accumulation']}"
+                f"a step takes {self.per_step} packs now, before {before}: --grad-accumulation can make up for ranks"
             )
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -296,7 +300,7 @@ class Run:
 
     def _after_epoch(self) -> None:
         """Validate, keep the drafter, save the state. A signal leaves all but the state for later."""
-        c, at = self.config, self.at
+        at = self.at
         if self.ended != "signal":
             self.status.phase = "validating"
             drafter = self.shown()
@@ -362,8 +366,9 @@ class Run:
         if figures:
             at.validations.append({"step": at.step, "epoch": done, **figures.to_dict()})
             accuracy = "/".join(f"{a:.3f}" for a in figures.accuracy)
+            when = "after" if at.position == len(self.epochs[at.epoch]) else "in"
             self.status.line(
-                f"validation {'after' if at.position == len(self.epochs[at.epoch]) else 'in'} epoch {done}: loss {figures.loss:.4f} · accuracy {accuracy} · "
+                f"validation {when} epoch {done}: loss {figures.loss:.4f} · accuracy {accuracy} · "
                 f"accept length {figures.accept_length:.3f} (greedy {figures.accept_length_greedy:.3f})"
             )
 
@@ -413,22 +418,27 @@ def refuse_another_run(config: TrainConfig) -> None:
         )
 
 
-def open_run(config: TrainConfig, source: Source, verifier: Verifier, ranks: Ranks, states: States) -> None:
-    """Make the run directory ours, and write run.yaml (the settings, and what they met) and how to resume."""
-    if ranks.first:
-        path = config.output_dir / "run.yaml"
-        try:
-            (config.output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-            states.lock()
-            before = yaml.safe_load(path.read_text()) if path.exists() else None
-            about = about_run(config, source, verifier, before if isinstance(before, dict) else {})
-            write_whole(path, yaml.safe_dump(about, sort_keys=False).encode())
-            write_whole(path.with_name("resume.txt"), f"{resume_command(config.output_dir)}\n".encode())
-        except OSError as e:
-            raise EyasError(f"--output-dir {config.output_dir}: {e.strerror}") from None
-        except yaml.YAMLError:
-            raise EyasError(f"{path} is not what eyas train wrote: name a new --output-dir") from None
-    ranks.wait()
+def open_run(output_dir: Path, states: States) -> None:
+    """Make the run directory, and make it ours."""
+    try:
+        (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        states.lock()
+    except OSError as e:
+        raise EyasError(f"--output-dir {output_dir}: {e.strerror}") from None
+
+
+def save_run(config: TrainConfig, source: Source, verifier: Verifier) -> None:
+    """Write run.yaml (the settings, and what they met) and the command that goes on."""
+    path = config.output_dir / "run.yaml"
+    try:
+        before = yaml.safe_load(path.read_text()) if path.exists() else {}
+        about = about_run(config, source, verifier, before if isinstance(before, dict) else {})
+        write_whole(path, yaml.safe_dump(about, sort_keys=False).encode())
+        write_whole(path.with_name("resume.txt"), f"{resume_command(config.output_dir)}\n".encode())
+    except OSError as e:
+        raise EyasError(f"--output-dir {config.output_dir}: {e.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise EyasError(f"{path} is not what eyas train wrote: name a new --output-dir") from None
 
 
 def about_run(config: TrainConfig, source: Source, verifier: Verifier, before: dict[str, Any]) -> dict[str, Any]:

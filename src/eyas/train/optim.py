@@ -60,7 +60,7 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self._parameters = list(model.parameters())
+        self._parameters: list[Tensor] = list(model.parameters())
         self.weights: dict[str, Tensor] = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ def optimiser_tensors(optimisers: list[torch.optim.Optimizer], model: nn.Module)
 
     A fresh optimiser has no state until its first step: one is made with zero gradients and a rate of zero.
     """
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     for optimiser in optimisers:
         if not optimiser.state:

@@ -128,7 +128,7 @@ def held_back(model: nn.Module, hold: bool) -> Iterator[None]:
     if not hold or not (hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")):
         yield
     elif hasattr(model, "no_sync"):
-        with model.no_sync():
+        with model.no_sync():  # type: ignore[operator]
             yield
     else:
         sync: Callable[[bool], None] = model.set_requires_gradient_sync  # type: ignore[assignment]

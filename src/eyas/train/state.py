@@ -1,7 +1,7 @@
 """What a run needs to go on as if nothing had happened, and how it reaches the disk whole.
 
     state/step-000500/
-      shard-0000N-*.safetensors   weights, optimiser, moving average; one file a rank, written by torch.distributed.checkpoint
+      shard-0000N-*.safetensors   weights, optimiser, moving average; a file a rank, by torch.distributed.checkpoint
       state.json                  where the run is, what it has measured, what it is (identity), sizes of the files
 
 A state is written under a hidden name, synced and renamed, in the background: training goes on as soon as the tensors
@@ -52,7 +52,7 @@ FREE = {
 
 @dataclass
 class Progress:
-    """Where a run is. position: packs done of this epoch; packs: of all epochs; seconds: spent, by all its processes."""
+    """Where a run is. position: packs done of this epoch; packs: of all epochs; seconds: by all its processes."""
 
     step: int = 0
     epoch: int = 0
@@ -141,7 +141,8 @@ class States:
 
     def load(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Fill `tensors` in place from a state. Raises EyasError when it does not hold them."""
-        from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         try:
             load(
@@ -158,7 +159,8 @@ class States:
 
         after: called on rank 0 when the state has its name. Every rank must come.
         """
-        from torch.distributed.checkpoint import HuggingFaceStorageWriter, async_save
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.finish()
         side = self.folder / f".step-{about['step']:06d}"
