@@ -277,7 +277,7 @@ def test_states_that_are_no_numbers_stop_the_run_with_their_names(
         for i in range(4):
             store.add(f"s{i}", np.arange(20), np.arange(20) >= 5, torch.full((4, 20, 64), value))
     result = eyas(*train_arguments(tiny, tmp_path / "out", data_dir=tmp_path / "store"))
-    assert_refused(result, "the loss is nan at step 1", "samples s")
+    assert_refused(result, "the loss is nan", "at step 1: samples s")
     assert not (tmp_path / "out" / "best").exists() and not any((tmp_path / "out" / "checkpoints").iterdir())
 
 

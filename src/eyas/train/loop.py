@@ -11,33 +11,27 @@ can be stopped by anything and goes on with `--resume` as if nothing had been (`
 from __future__ import annotations
 
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
-import yaml
 from torch import Tensor
 
-import eyas
 from eyas.config import TrainConfig
 from eyas.device import compute_dtype
 from eyas.drafter.checkpoint import config_json, save_checkpoint
 from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
 from eyas.evaluate.offline import OfflineFigures, evaluate
-from eyas.files import write_json, write_whole
-from eyas.store.reader import Source, open_source
+from eyas.files import write_json
+from eyas.store.reader import open_source
 from eyas.train.batches import Batch, Loader, epoch_order, pack, split_source
 from eyas.train.objective import Objective, pack_seed, trained_positions
 from eyas.train.optim import Average, check_optimiser, learning_rate, make_optimisers, optimiser_tensors
 from eyas.train.parallel import Ranks, held_back, other_ranks_gone, spread, whole
+from eyas.train.rundir import link, open_run, refuse_another_run, save_run
 from eyas.train.setup import aux_layers, verifier_head
 from eyas.train.start import make_drafter
 from eyas.train.state import Progress, States, about_state, check_identity, identity, progress, prune
@@ -270,19 +264,20 @@ class Run:
                 loss, correct = self.model(batch, counts, seed)
                 (loss * ranks.world).backward()  # gradients are means over ranks
             sums += torch.cat([loss.detach()[None].double(), correct.double()])
-        norm = self._update(rate)
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), c.max_grad_norm)))
         loss_sum, *correct_sums = ranks.add(sums).tolist()
-        if not math.isfinite(loss_sum):
-            names = ", ".join(self.source.ids[i] for index in indices for i in packs[index][:5])
+        if not (math.isfinite(loss_sum) and math.isfinite(norm)):  # one such step would end up in every weight
+            names = ", ".join([self.source.ids[i] for index in indices for i in packs[index]][:5])
             raise EyasError(
-                f"the loss is {loss_sum} at step {self.step + 1}: samples {names}; lower --lr or check the data"
+                f"the loss is {loss_sum}, its gradient {norm}, at step {self.step + 1}: samples {names}; "
+                "lower --lr or check the data"
             )
+        self._update(rate)
         accuracy = [right / n if n else 0.0 for right, n in zip(correct_sums, counts, strict=True)]
         return {"loss": loss_sum, "accuracy": accuracy, "grad_norm": norm, "lr": rate}
 
-    def _update(self, rate: float) -> float:
-        """Clip, step, average. Returns the gradient's norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm)
+    def _update(self, rate: float) -> None:
+        """Step with the gradients that are there."""
         for optimiser in self.optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = rate
@@ -290,7 +285,6 @@ class Run:
             optimiser.zero_grad(set_to_none=True)
         if self.average:
             self.average.update()
-        return float(whole(norm))
 
     def _time_over(self) -> bool:
         limit = self.config.max_minutes
@@ -408,72 +402,6 @@ class Meter:
         )
         self._at, self._tokens, self._waited, self._bytes = now, 0, self.loader.waited, self.loader.nbytes
         return text
-
-
-def refuse_another_run(config: TrainConfig) -> None:
-    """Raises EyasError where the run directory holds a run that is not to be gone on with."""
-    if (config.output_dir / "run.yaml").exists() and not config.resume:
-        raise EyasError(
-            f"--output-dir {config.output_dir} holds a run: go on with it by --resume, or name a new folder"
-        )
-
-
-def open_run(output_dir: Path, states: States) -> None:
-    """Make the run directory, and make it ours."""
-    try:
-        (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        states.lock()
-    except OSError as e:
-        raise EyasError(f"--output-dir {output_dir}: {e.strerror}") from None
-
-
-def save_run(config: TrainConfig, source: Source, verifier: Verifier) -> None:
-    """Write run.yaml (the settings, and what they met) and the command that goes on."""
-    path = config.output_dir / "run.yaml"
-    try:
-        before = yaml.safe_load(path.read_text()) if path.exists() else {}
-        about = about_run(config, source, verifier, before if isinstance(before, dict) else {})
-        write_whole(path, yaml.safe_dump(about, sort_keys=False).encode())
-        write_whole(path.with_name("resume.txt"), f"{resume_command(config.output_dir)}\n".encode())
-    except OSError as e:
-        raise EyasError(f"--output-dir {config.output_dir}: {e.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise EyasError(f"{path} is not what eyas train wrote: name a new --output-dir") from None
-
-
-def about_run(config: TrainConfig, source: Source, verifier: Verifier, before: dict[str, Any]) -> dict[str, Any]:
-    """What run.yaml says. before: what it said when the run was started or resumed last."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    about: dict[str, Any] = {
-        "config": config.resolved(),
-        "eyas": eyas.__version__,
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "host": platform.node(),
-        "started": before.get("started", now),
-        "verifier": {"name": verifier.config.name, "fingerprint": verifier.fingerprint},
-        "data": {
-            "samples": len(source.ids),
-            "layers": list(source.manifest.layers),
-            "norm_side": source.manifest.norm_side,
-        },
-    }
-    if before:
-        about["resumed"] = [*before.get("resumed", []), now]
-    return about
-
-
-def link(name: Path, folder: Path) -> None:
-    """Point the symbolic link `name` at `folder`, atomically. Raises EyasError when the disk refuses."""
-    side = name.with_name(f".{name.name}")
-    try:
-        side.unlink(missing_ok=True)
-        side.symlink_to(os.path.relpath(folder, name.parent))
-        side.replace(name)
-    except OSError as e:
-        side.unlink(missing_ok=True)
-        raise EyasError(f"cannot write {name}: {e.strerror}") from None
 
 
 def clock(seconds: float) -> str:

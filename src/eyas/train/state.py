@@ -46,7 +46,8 @@ NAME = re.compile(r"step-(\d+)")
 # paths' contents are compared instead, and the dtype as it was resolved.
 FREE = {
     "verifier_path", "data_dir", "vocab_mapping_dir", "output_dir", "init_from", "num_workers", "device", "dtype",
-    "parallel", "save_every", "keep", "max_minutes", "patience", "trust_remote_code",
+    "parallel", "save_every", "keep", "max_minutes", "patience", "trust_remote_code", "cache_gb", "tensorboard",
+    "wandb", "trackio", "metrics_port", "notify",
 }  # fmt: skip
 
 
@@ -141,6 +142,7 @@ class States:
 
     def load(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Fill `tensors` in place from a state. Raises EyasError when it does not hold them."""
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -151,7 +153,7 @@ class States:
                 process_group=self.ranks.saving,
                 no_dist=self.ranks.world == 1,
             )
-        except Exception as e:  # torch wraps whatever went wrong on any rank
+        except (Exception, CheckpointException) as e:  # which is no Exception, and wraps what went wrong on any rank
             raise EyasError(f"{folder} cannot be read: {_reason(e)}; remove it to go on from the one before") from None
 
     def save(self, tensors: dict[str, Tensor], about: dict[str, Any], after: Callable[[], None]) -> None:
@@ -181,6 +183,8 @@ class States:
 
     def _complete(self, writing: Any, side: Path, about: dict[str, Any], after: Callable[[], None]) -> None:
         """In the background: wait for every rank's files, then give the state its name."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
         try:
             writing.result()
             if not self.ranks.first:
@@ -197,7 +201,7 @@ class States:
             for old in by_step(self.folder)[: -self.keep]:
                 _remove(old)
             after()
-        except Exception as e:
+        except (Exception, CheckpointException) as e:
             if self.ranks.first:
                 shutil.rmtree(side, ignore_errors=True)
             raise EyasError(
