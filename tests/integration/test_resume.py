@@ -44,7 +44,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 # -- exactness ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (2, 2), (3, 1)])
 def test_killed_and_resumed_is_the_run_that_was_not_killed(
     tiny: Tiny, tmp_path: Path, ranks: int, accumulation: int
 ) -> None:

@@ -68,6 +68,11 @@ class Run:
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
         self.objective = Objective(self.drafter, self.head, config, self.device, self.dtype)
         self.model = spread(self.objective, config.parallel, self.ranks)
+        if self.ranks.world > 1:
+            # DDP lays its buckets out anew after its first backward pass. That shall be over before the first step, or
+            # a run that goes on would add its gradients up in another order than the run that it goes on with.
+            self.model(None, [1.0])[0].backward()
+            self.drafter.zero_grad(set_to_none=True)
         self.optimisers = make_optimisers(self.drafter, config)
         self.average = Average(self.drafter, config.ema) if config.ema else None
         self.batch_tokens = config.batch_tokens or config.max_seq_len
@@ -235,6 +240,7 @@ class Run:
             where = f"step {at.step:,}/{self.total:,}"
             force = at.step == self.steps_before + 1 or at.step == self.total
             self.status.step(where, lambda: self._line(where, epoch, metrics, meter), force)  # noqa: B023
+            self.states.look()
             if c.save_every and at.step % c.save_every == 0 and at.position < len(packs):
                 self._save_state()
 

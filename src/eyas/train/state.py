@@ -208,6 +208,11 @@ class States:
                 f"cannot write the checkpoint {side}: {_reason(e)}; free some space or name another"
             ) from None
 
+    def look(self) -> None:
+        """Raises EyasError when the state that was being written could not be; waits for nothing."""
+        if self._pending is not None and self._pending.done():
+            self.finish()
+
     def finish(self) -> None:
         """Wait for the state that is being written. Raises EyasError when it could not be."""
         pending, self._pending = self._pending, None
