@@ -143,8 +143,11 @@ class Run:
 
     def _go_on(self) -> None:
         """With --resume, be where the newest whole state is."""
-        found = self.states.newest(self.say) if self.config.resume else None
+        if not self.config.resume:
+            return
+        found = self.states.newest(self.say)
         if found is None:
+            self.say("no state is saved yet: starts at the beginning")
             return
         folder, about = found
         check_identity(self.config.output_dir, about["identity"], self.identity, about["ranks"] == self.ranks.world)
