@@ -144,6 +144,7 @@ def test_torchrun_trains_and_only_rank_0_speaks(tiny: Tiny, tmp_path: Path) -> N
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(package.__file__).parents[1])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     lines = done.stdout.splitlines()
     assert sum("2 ranks (ddp)" in line for line in lines) == 1
     assert sum(line.startswith("done: ") for line in lines) == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 from eyas.config import TrainConfig
 from eyas.drafter.plan import make_plan
 from eyas.errors import EyasError
+from eyas.train import stop
 from eyas.train.objective import pack_seed, trained_positions
 from eyas.train.optim import check_optimiser, learning_rate
 from eyas.train.parallel import Ranks, held_back, whole
@@ -33,6 +37,22 @@ def test_one_device_for_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     with pytest.raises(EyasError, match="--device cuda:0 is one device for 2 ranks: say cuda"):
         Ranks.join("cuda:0")
+
+
+def test_a_second_signal_does_not_ask_and_one_that_follows_at_once_is_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
+    with stop.Stop() as asked:
+        assert asked.asked is None
+        os.kill(os.getpid(), signal.SIGINT)
+        now[0] += 1
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked.asked == "SIGINT"
+        now[0] += 5
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_muon_and_sharded_matrices_are_refused_together() -> None:

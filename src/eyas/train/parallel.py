@@ -114,7 +114,10 @@ def spread(model: nn.Module, how: str, ranks: Ranks) -> nn.Module:
     if how == "ddp":
         from torch.nn.parallel import DistributedDataParallel
 
-        return DistributedDataParallel(model, broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True)
+        # The verifier's embedding is a buffer that never changes: it need not go round at every step.
+        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, [name for name, _ in model.named_buffers()])
+        return DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

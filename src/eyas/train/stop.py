@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM ask a run to stop after its step: it saves and tells how to go on. A second one does not ask."""
+"""Ctrl-C and SIGTERM ask a run to stop after its step: it saves and tells how to go on. A second one does not ask.
+
+One that follows at once is the same one: a launcher passes on what the terminal has sent to all.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AT_ONCE = 2.0  # seconds
 
 
 class Stop:
@@ -19,6 +24,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked: str | None = None
+        self._at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Stop:
@@ -30,8 +36,11 @@ class Stop:
         self._restore()
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
-        self.asked = signal.Signals(number).name
-        self._restore()
+        if self.asked is None:
+            self.asked, self._at = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._at > AT_ONCE:
+            self._restore()
+            os.kill(os.getpid(), number)
 
     def _restore(self) -> None:
         while self._before:
