@@ -40,8 +40,11 @@ class TrainConfig(BaseModel):
     vocab_mapping_dir: Path | None = Field(None, description="Folder with d2t and t2d; without it the full vocabulary")
     output_dir: Path = Field(description="The run directory")
 
+    resume: bool = Field(False, description="Go on with the run in output_dir, or start it where there is none")
+
     epochs: int = Field(10, ge=1)
     lr: float = Field(1e-3, gt=0, description="Peak learning rate")
+    optimiser: Literal["adamw", "muon"] = Field("adamw", description="muon: of the layer's matrices, AdamW of the rest")
     scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of all steps that warm the learning rate up")
     weight_decay: float = Field(0.0, ge=0)
@@ -50,6 +53,10 @@ class TrainConfig(BaseModel):
 
     max_seq_len: int = Field(2048, ge=4, description="Longer samples are cut to this many tokens")
     batch_tokens: int | None = Field(None, ge=4, description="Tokens of one packed batch; default max_seq_len")
+    grad_accumulation: int = Field(1, ge=1, description="Packs that each rank takes to one optimiser step")
+    ema: float | None = Field(
+        None, gt=0, lt=1, description="Decay of a moving average of the weights, which is validated and exported"
+    )
     val_ratio: float = Field(0.1, ge=0, lt=1, description="Share of the samples kept for validation")
     num_workers: int = Field(4, ge=0, description="Threads that read; 0 reads in the training loop")
     cache_gb: Literal["auto"] | Annotated[float, Field(ge=0)] = Field(
@@ -68,6 +75,16 @@ class TrainConfig(BaseModel):
         0.0, ge=0, description="Uniform noise on the states while training: width, times 512 / rows of the pack"
     )
 
+    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="How ranks share the drafter")
+    save_every: int | None = Field(
+        None, ge=1, description="Steps between two saved states; one is saved at each epoch's end"
+    )
+    keep: int = Field(2, ge=1, description="How many states and checkpoints are kept, beside the best checkpoint")
+    max_minutes: float | None = Field(None, gt=0, description="Stop after this time, validated and saved")
+    patience: int | None = Field(
+        None, ge=1, description="Stop after this many validations in a row without a longer accept length"
+    )
+
     intermediate_size: int | None = Field(None, ge=1, description="Drafter's MLP; default the verifier's")
     num_heads: int | None = Field(None, ge=1, description="Drafter's attention heads; default the verifier's")
     num_kv_heads: int | None = Field(None, ge=1, description="Drafter's key/value heads; default the verifier's")
@@ -76,6 +93,9 @@ class TrainConfig(BaseModel):
         "verifier", description="Start from the verifier's own head, norm and layer where they fit, or at random"
     )
 
+    init_from: Path | None = Field(
+        None, description="Start from a checkpoint or a run's best, with its sizes and its own draft vocabulary"
+    )
     freeze_head: bool = Field(
         False, description="Leave lm_head as it starts: less to overfit on little data, and cheaper"
     )
@@ -94,12 +114,18 @@ class TrainConfig(BaseModel):
 
     def resolved(self) -> dict[str, Any]:
         """Plain values, as run.yaml holds them."""
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", exclude={"resume"})
 
 
 def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:
-    """Flags that are not None, over the YAML file, over the defaults; EyasError in one line for anything wrong."""
+    """Flags that are not None, over the YAML file, over the defaults; EyasError in one line for anything wrong.
+
+    Without a file, a run that is resumed has the settings that it saved.
+    """
     values: dict[str, Any] = {}
+    if file is None and flags.get("resume") and flags.get("output_dir"):
+        saved = Path(flags["output_dir"]) / "run.yaml"
+        file = saved if saved.exists() else None
     if file is not None:
         try:
             values = yaml.safe_load(file.read_text()) or {}

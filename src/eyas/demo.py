@@ -184,10 +184,13 @@ def train_and_ask(config: TrainConfig, say: Say) -> dict[str, Any]:
     asking = threading.Thread(target=ask, name="eyas-demo-why", daemon=True)
     asking.start()
     try:
-        return run.train()
+        trained = run.train()
     finally:
         over.set()
         asking.join()
+    if trained["stopped"] == "signal":
+        raise KeyboardInterrupt
+    return trained
 
 
 def at(pace: float) -> str:

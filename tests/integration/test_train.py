@@ -218,12 +218,11 @@ def test_one_fixed_batch_is_learnt_by_heart_with_every_loss(
 ) -> None:
     run = Run(config(tiny, tmp_path, init="random", lr=5e-3, warmup_ratio=0.02, loss=loss), lambda _text: None)
     batch = load_batch(run.source, run.train_samples[:2], 3, 64)
-    run.total = steps
-    first = run._step(batch)
-    for step in range(1, steps):
-        run.step = step
-        last = run._step(batch)
-    assert last["loss"] < left * first["loss"], (first, last)
+    run.epochs, run.packs = [[run.train_samples[:2]]], steps
+    first = run._step(0, [0], 3, iter([batch]))
+    for run.at.packs in range(1, steps):
+        last = run._step(0, [0], 3, iter([batch]))
+    assert first and last and last["loss"] < left * first["loss"], (first, last)
     assert min(last["accuracy"]) > 0.4 > 0.1 > max(first["accuracy"]), (first, last)
 
 
