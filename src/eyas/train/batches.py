@@ -26,6 +26,7 @@ import xxhash
 from torch import Tensor
 
 from eyas.drafter.plan import Plan, count_trained, make_plan
+from eyas.record.outlet import name_thread
 from eyas.store.reader import Source
 
 
@@ -121,7 +122,8 @@ def load_batch(source: Source, samples: list[int], steps: int, max_seq_len: int)
 class Loader:
     """Iterates over batches in order, read ahead by `threads` threads; counts how long the consumer waited.
 
-    waited: seconds that `next` blocked so far; nbytes: bytes read so far; reading: samples of the batch waited for.
+    waited: seconds that `next` blocked so far; nbytes: bytes read so far; reading: samples of the batch waited for;
+    ready: batches that are read and not yet taken.
     Closing the iterator (or leaving its loop) stops the threads.
     """
 
@@ -130,6 +132,11 @@ class Loader:
         self.waited = 0.0
         self.nbytes = 0
         self.reading: list[int] = []
+        self._ahead: deque[tuple[list[int], Future[Batch]]] = deque()
+
+    @property
+    def ready(self) -> int:
+        return sum(future.done() for _, future in list(self._ahead))
 
     def __iter__(self) -> Iterator[Batch]:
         if self.threads == 0:
@@ -139,9 +146,9 @@ class Loader:
                 self._count(batch, started)
                 yield batch
             return
-        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="eyas-read")
+        pool = ThreadPoolExecutor(self.threads, "eyas-read", name_thread, ("eyas-read",))
         waiting = iter(self.packs)
-        ahead: deque[tuple[list[int], Future[Batch]]] = deque()
+        ahead = self._ahead
 
         def submit() -> None:
             for samples in itertools.islice(waiting, 1):

@@ -33,10 +33,10 @@ from eyas.drafter.start import start_from_verifier, start_random
 from eyas.errors import EyasError
 from eyas.evaluate.offline import OfflineFigures, VerifierHead, evaluate
 from eyas.files import write_json, write_whole
+from eyas.record.record import Record
 from eyas.store.reader import Source, open_source
 from eyas.train.batches import Batch, Loader, epoch_order, pack, split_source
 from eyas.train.optim import learning_rate, make_optimiser
-from eyas.train.status import Status
 from eyas.verifier import Verifier, VerifierConfig
 from eyas.vocab import DraftVocab
 from eyas.vocab import load as load_vocab
@@ -47,15 +47,19 @@ Say = Callable[[str], None]
 class Run:
     """Everything one training run holds. `Run(config)` opens and checks; `train()` goes."""
 
-    def __init__(self, config: TrainConfig, say: Say = print) -> None:
+    def __init__(self, config: TrainConfig, say: Say = print, record: Record | None = None) -> None:
         self.config, self.say = config, say
+        self.record = record or Record(None, say=say)
+        self.record.enter("reading verifier")
         torch.manual_seed(config.seed)  # of noise and dropout
         self.device = pick_device(config.device)
         self.dtype = compute_dtype(config.dtype, self.device)
         self.verifier = Verifier(config.verifier_path, trust_remote_code=config.trust_remote_code)
+        self.record.enter("indexing")
         self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, say)
         self.vocab = self._vocab()
         self.train_samples, self.val_samples = self._split()
+        self.record.enter("reading verifier")
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
         self.drafter = self._drafter().to(self.device)
         self.layers = aux_layers(self.source, self.verifier)
@@ -110,7 +114,9 @@ class Run:
     def train(self) -> dict[str, Any]:
         """Train all epochs; returns what summary.json holds."""
         c = self.config
+        record = self.record
         save_run(c, self.source, self.verifier)
+        record.open()
         tokens = int(np.minimum(self.source.lengths[self.train_samples], c.max_seq_len).sum())
         self.say(
             f"{len(self.train_samples):,} samples train ({tokens:,} tokens), {len(self.val_samples):,} validate · "
@@ -121,27 +127,20 @@ class Run:
         started, self.tokens = time.monotonic(), 0
         metrics: dict[str, Any] = {}
         waited = 0.0
-        with Status(self.say) as status:
-            for epoch, packs in enumerate(self.epochs):
-                steps = 1 if epoch < c.ttt_warmup_epochs else c.ttt_steps
-                loader = Loader(self.source, packs, steps, c.max_seq_len, c.num_workers)
-                meter = Meter(loader)
-                status.phase = "waiting for data"
-                for batch in loader:
-                    status.phase = "training step"
-                    metrics = self._step(batch)
-                    meter.add(batch)
-                    first = self.step == 0
-                    self.step += 1
-                    self.tokens += batch.tokens
-                    last = self.step == self.total
-                    where = f"step {self.step:,}/{self.total:,}"
-                    left = (time.monotonic() - started) / self.step * (self.total - self.step)
-                    status.step(where, lambda: self._line(where, epoch, metrics, meter, left), first or last)  # noqa: B023
-                    status.phase = "waiting for data"
-                waited += loader.waited
-                status.phase = "validating"
-                self._validate_and_save(epoch, status)
+        record.begin(self.total, self.step, str(self.device))
+        for epoch, packs in enumerate(self.epochs):
+            steps = 1 if epoch < c.ttt_warmup_epochs else c.ttt_steps
+            loader = Loader(self.source, packs, steps, c.max_seq_len, c.num_workers)
+            for batch in record.data(loader, self.source.ids.__getitem__):
+                metrics = self._step(batch)
+                self.step += 1
+                self.tokens += batch.tokens
+                record.step(
+                    step=self.step, tokens=batch.tokens, samples=self._names(batch), epoch=f"{epoch + 1}/{c.epochs}",
+                    **metrics,
+                )  # fmt: skip
+            waited += loader.waited
+            self._validate_and_save(epoch)
         seconds = time.monotonic() - started
         summary = {
             "steps": self.step,
@@ -164,24 +163,31 @@ class Run:
         rate = learning_rate(self.step, self.total, self.config)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
+        enter = self.record.enter
         loss, correct, counts = self.loss(batch, noise=True)
+        enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
+        enter("optimiser")
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
         value = float(loss.detach())
-        if not math.isfinite(value):
-            names = ", ".join(self.source.ids[i] for i in batch.samples[:5])
-            raise EyasError(
-                f"the loss is {value} at step {self.step + 1}: samples {names}; lower --lr or check the data"
-            )
+        if math.isfinite(value) and math.isfinite(float(norm)):
+            self.optimiser.step()
+        else:  # one such step would end up in every weight
+            skip = self.config.on_nan == "skip"
+            text = self.record.bad_loss(value, float(norm), self.step + 1, self._names(batch)(), skip)
+            if not skip:
+                raise EyasError(f"{text}; lower --lr, check the data, or leave such steps out with --on-nan skip")
+        self.optimiser.zero_grad(set_to_none=True)
+        enter("logging")
         accuracy = [int(c) / n if n else 0.0 for c, n in zip(correct, counts, strict=True)]
-        return {"loss": value, "accuracy": accuracy, "grad_norm": float(norm), "lr": rate}
+        return {"loss": value, "accuracy": accuracy, "lr": rate, "grad_norm": float(norm)}
 
     def loss(self, batch: Batch, noise: bool) -> tuple[Tensor, list[Tensor], list[int]]:
         """Weighted loss of one pack; correct and trained positions per TTT step."""
+        self.record.enter("copying")
         plan = batch.plan.to(self.device)
         states = batch.states.to(self.device, self.dtype)
+        self.record.enter("forward")
         if noise and self.config.noise_std > 0:
             # Uniform of this width, scaled down with length: the recipe of the first EAGLE code.
             width = self.config.noise_std * 512 / max(1, len(states))
@@ -208,18 +214,17 @@ class Run:
         """The verifier's lm_head rows of the draft vocabulary, [Vd, Ht]."""
         return self.head.draft_head()
 
-    def _line(self, where: str, epoch: int, m: dict[str, Any], meter: Meter, left: float) -> str:
-        accuracy = "/".join(f"{a:.3f}" for a in m["accuracy"])
-        return (
-            f"{where} · epoch {epoch + 1}/{self.config.epochs} · loss {m['loss']:.4f} · accuracy {accuracy} · "
-            f"lr {m['lr']:.2e} · grad norm {m['grad_norm']:.2f} · {meter.take()} · {clock(left)} left"
-        )
+    def _names(self, batch: Batch) -> Callable[[], list[str]]:
+        """The ids of a batch's samples, looked up when they are needed."""
+        return lambda: [self.source.ids[i] for i in batch.samples]
 
-    def _validate_and_save(self, epoch: int, status: Status) -> None:
+    def _validate_and_save(self, epoch: int) -> None:
+        self.record.enter("validating")
         figures = self.validate()
         folder = self.config.output_dir / "checkpoints" / f"step-{self.step:06d}"
         value = figures.to_dict() if figures else None
-        status.phase = "saving a checkpoint"
+        self.record.enter("saving")
+        begun = time.monotonic()
         save_checkpoint(
             folder,
             self.drafter,
@@ -240,12 +245,14 @@ class Run:
         if self.best is None or score > self.best[0]:
             self.best = (score, folder)
             link(self.config.output_dir / "best", folder)
+        self.record.checkpoint(folder, time.monotonic() - begun)
         if figures:
             self.validations.append({"step": self.step, "epoch": epoch + 1, **figures.to_dict()})
             accuracy = "/".join(f"{a:.3f}" for a in figures.accuracy)
-            status.line(
+            self.record.validation(
+                figures.to_dict(),
                 f"validation after epoch {epoch + 1}: loss {figures.loss:.4f} · accuracy {accuracy} · "
-                f"accept length {figures.accept_length:.3f} (greedy {figures.accept_length_greedy:.3f})"
+                f"accept length {figures.accept_length:.3f} (greedy {figures.accept_length_greedy:.3f})",
             )
 
     def validate(self) -> OfflineFigures | None:
@@ -253,32 +260,10 @@ class Run:
         packs = pack(self.val_samples, self.source.lengths, self.batch_tokens, self.config.max_seq_len)
         loader = Loader(self.source, packs, self.config.ttt_steps, self.config.max_seq_len, self.config.num_workers)
         self.drafter.eval()
-        figures = evaluate(self.drafter, self.head, loader, self.config.ttt_steps, self.dtype)
+        batches = self.record.follow(loader, len(packs))
+        figures = evaluate(self.drafter, self.head, batches, self.config.ttt_steps, self.dtype)
         self.drafter.train()
         return figures
-
-
-class Meter:
-    """Speed since the last line: tokens/s, MB/s, and the share of time spent waiting for data."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-        self._at, self._tokens, self._waited, self._bytes = time.monotonic(), 0, loader.waited, loader.nbytes
-
-    def add(self, batch: Batch) -> None:
-        """Count a batch."""
-        self._tokens += batch.tokens
-
-    def take(self) -> str:
-        """The figures in words; starts anew."""
-        now = time.monotonic()
-        seconds = max(now - self._at, 1e-9)
-        text = (
-            f"{self._tokens / seconds:,.0f} tokens/s · data wait {(self.loader.waited - self._waited) / seconds:.0%} · "
-            f"{(self.loader.nbytes - self._bytes) / seconds / 1e6:,.1f} MB/s"
-        )
-        self._at, self._tokens, self._waited, self._bytes = now, 0, self.loader.waited, self.loader.nbytes
-        return text
 
 
 def drafter_config(c: TrainConfig, v: VerifierConfig, draft_vocab: int) -> DrafterConfig:
@@ -360,11 +345,3 @@ def link(name: Path, folder: Path) -> None:
     except OSError as e:
         side.unlink(missing_ok=True)
         raise EyasError(f"cannot write {name}: {e.strerror}") from None
-
-
-def clock(seconds: float) -> str:
-    """42 s, 7 min, 3 h 20 min."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
