@@ -177,7 +177,7 @@ def memory_cgroups(pid: int) -> list[tuple[Path, bool]]:
 
 def _kernel_log() -> list[str]:
     """The last lines of the kernel log, newest first; none without the right to read it."""
-    lines = []
+    lines: list[str] = []
     with contextlib.suppress(OSError):
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         try:

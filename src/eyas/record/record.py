@@ -138,11 +138,14 @@ class Record:
     def open(self) -> None:
         """Make the run directory and write into it from now on; what was said before is written first.
 
-        Raises OSError when the directory cannot be made.
+        Raises EyasError when the directory cannot be made.
         """
         if self.folder is None or self._log is not None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise EyasError(f"cannot make the run directory {self.folder}: {e.strerror}") from None
         self._link()
         self._log = Outlet("log.txt", events.Appender(self.folder / "log.txt"), self._failed)
         self._events = Outlet("events.jsonl", events.Appender(self.folder / "events.jsonl"), self._failed)
@@ -195,10 +198,15 @@ class Record:
         if self.folder is None or self._log is None:
             return ""
         name = "error.txt" if self.rank == 0 else f"error.{self.rank}.txt"
-        keep = Outlet(name, lambda data: (self.folder / name).write_bytes(data) and None)  # type: ignore[operator]
+        path = self.folder / name
+
+        def write(data: bytes) -> None:
+            path.write_bytes(data)
+
+        keep = Outlet(name, write)
         keep.put(text.encode(errors="replace"))
         keep.close(1.0)
-        return f"traceback in {self.folder / name}"
+        return f"traceback in {path}"
 
     def end(self, how: str, state: int, text: str = "", said: bool = False) -> None:
         """The last event and the last line; then the sidecar is let go. A second call does nothing.
@@ -465,8 +473,8 @@ class Record:
             self.event("step", step=n, **given, **{k: v for k, v in speed.items() if v is not None})
 
     def _step_line(self, n: int, loss: Any, figures: dict[str, Any]) -> None:
-        given = figures if loss is None else {"loss": loss, **figures}
-        order = {k: given[k] for k in ("epoch", "loss") if k in given}
+        given: dict[str, Any] = figures if loss is None else {"loss": loss, **figures}
+        order: dict[str, Any] = {k: given[k] for k in ("epoch", "loss") if k in given}
         text = step_line(n, self.total, {**order, **given}, self._speed(self._line_meter))
         if self.rank == 0 and self._live is None:
             self.line(text)

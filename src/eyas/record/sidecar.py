@@ -280,7 +280,7 @@ class Sidecar:
         if self.given["world"] > 1:
             text = f"rank {b['rank']}: {text}"
         text += f" · to go on: {self.given['resume']}" if self.given["resume"] else ""
-        self.slots[beat.STATE] = beat.FAILED
+        self.slots[beat.STATE], self.slots[beat.EXIT] = beat.FAILED, -1 if status is None else status
         self.open()
         self.say(text)
         self.event(

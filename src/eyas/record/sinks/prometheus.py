@@ -20,7 +20,7 @@ class Prometheus:
     def __init__(self, port: int, folder: Path) -> None:
         self.folder = folder
         registry = CollectorRegistry()
-        registry.register(self)
+        registry.register(self)  # type: ignore[arg-type, no-untyped-call, unused-ignore]
         self.server, self.thread = start_http_server(port, registry=registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -30,15 +30,15 @@ class Prometheus:
             with contextlib.suppress(OSError, ValueError):
                 beats.append(beat.read(path))
         now = time.monotonic()
-        for name, about, value in (
-            ("eyas_step", "Optimiser steps done", lambda b: b["step"]),
-            ("eyas_steps_total", "Optimiser steps in all", lambda b: b["total"]),
-            ("eyas_loss", "Loss of the last step", lambda b: b["loss"]),
-            ("eyas_queue", "Batches read and not yet taken", lambda b: b["queue"]),
+        for name, about, key in (
+            ("eyas_step", "Optimiser steps done", "step"),
+            ("eyas_steps", "Optimiser steps in all", "total"),
+            ("eyas_loss", "Loss of the last step", "loss"),
+            ("eyas_queue", "Batches read and not yet taken", "queue"),
         ):
             gauge = GaugeMetricFamily(name, about, labels=["rank"])
             for b in beats:
-                gauge.add_metric([str(b["rank"])], value(b))
+                gauge.add_metric([str(b["rank"])], b[key])
             yield gauge
         current = GaugeMetricFamily("eyas_phase_seconds", "How long the phase of now lasts", labels=["rank", "phase"])
         spent = CounterMetricFamily("eyas_phase_seconds_sum", "Seconds in each phase", labels=["rank", "phase"])
