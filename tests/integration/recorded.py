@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import eyas
-from eyas.record import events
+from eyas.record import beat, events
 
 LOOP = """
 import os, signal, sys, threading, time
@@ -84,13 +84,17 @@ class Toy:
         return [e for e in events.read(path) if e["event"] == kind] if path.exists() else []
 
     def sidecar(self) -> int:
-        """The PID of its sidecar, 0 when there is none any more."""
-        try:
-            from eyas.record import beat
+        """The PID of its sidecar, waited for."""
+        pid: int = self.until(lambda: self.beat().get("sidecar"))
+        assert pid > 1
+        return pid
 
-            return int(beat.read(self.folder / "beat")["sidecar"])
+    def beat(self) -> dict[str, Any]:
+        """The beat, empty before there is one."""
+        try:
+            return beat.read(self.folder / "beat")
         except (OSError, ValueError):
-            return 0
+            return {}
 
     def ended(self, limit: float = 30.0) -> int:
         return self.process.wait(limit)

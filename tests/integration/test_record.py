@@ -43,7 +43,8 @@ def test_every_event_and_field_is_documented(tmp_path: Path) -> None:
         steps=40,
     )  # fmt: skip
     assert toy.ended() == 0
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", DOCUMENT.read_text(), re.M))
+    section = DOCUMENT.read_text().partition("## events.jsonl")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.M))
     for raw in (toy.folder / "events.jsonl").read_text().splitlines():
         e = json.loads(raw)
         for field in e.keys() - {"time", "event", "rank", "by"}:
@@ -53,9 +54,8 @@ def test_every_event_and_field_is_documented(tmp_path: Path) -> None:
 def test_sigkill_is_named_with_the_step_and_the_way_on(tmp_path: Path) -> None:
     toy = start(tmp_path / "run", "os.kill(os.getpid(), signal.SIGKILL)")
     toy.ended()
-    assert toy.says("the end:", 5) == (
-        f"the end: toy (PID {toy.process.pid}) was killed by SIGKILL, at step 30/300 in backward · to go on: toy --resume"
-    )
+    how = f"toy (PID {toy.process.pid}) was killed by SIGKILL, at step 30/300 in backward"
+    assert toy.says("the end:", 5) == f"the end: {how} · to go on: toy --resume"
     (end,) = toy.until(lambda: toy.events("end"))
     assert (end["how"], end["by"], end["status"], end["step"]) == ("vanished", "sidecar", 9, 30)
     toy.until(lambda: not (toy.folder / "beat").is_symlink(), 5)
@@ -117,7 +117,7 @@ def test_a_stopped_process_is_called_stopped(tmp_path: Path) -> None:
 
 
 def test_a_log_on_a_full_disk_stops_nothing(tmp_path: Path) -> None:
-    with open("/dev/full", "wb") as full:
+    with Path("/dev/full").open("wb") as full:
         toy = start(tmp_path / "run", steps=40, stdout=full)
     assert toy.ended() == 0
     said = [line[20:] for line in (toy.folder / "log.txt").read_text().splitlines()]

@@ -205,8 +205,3 @@ def _text(path: str) -> str:
             return file.read(65536).decode(errors="replace")
     except OSError:
         return ""
-
-
-def open_pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; OSError when there is none of that number."""
-    return os.pidfd_open(pid)

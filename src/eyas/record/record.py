@@ -288,6 +288,7 @@ class Record:
                 try:
                     batch = next(batches)
                 except StopIteration:
+                    switch(_COMPUTING)
                     return
                 if counts:
                     self.nbytes = base + loader.nbytes  # type: ignore[attr-defined]
@@ -295,7 +296,6 @@ class Record:
                 yield batch
         finally:
             self._loader = None
-            self.enter("computing")
             if hasattr(batches, "close"):
                 batches.close()
 
@@ -498,6 +498,8 @@ class Record:
     def _failed(self, text: str) -> None:
         """An outlet's disk refuses: tell the others."""
         self.event("warning", text=text)
+        if self._log is None:
+            self._early.append((f"warning: {text}", None))
         for outlet in (self._out, self._log):
             if outlet is not None and not text.startswith(outlet.name):
                 outlet.put(stamped(f"warning: {text}") if outlet is self._log else f"warning: {text}".encode())
@@ -512,6 +514,7 @@ class Record:
             faulthandler.enable(file=self._fatal_fd, all_threads=True)
 
     def _start_sidecar(self) -> None:
+        pidfd = os.pidfd_open(os.getpid())  # passed on: a run that dies at once still tells of what
         given = {
             "pid": os.getpid(),
             "beat": str(self.beat.path),
@@ -525,8 +528,9 @@ class Record:
             "prefix": "",
             "stacks_fd": self._stacks_fd,
             "fatal_fd": self._fatal_fd,
+            "pidfd": pidfd,
         }
-        fds = [fd for fd in (self._stacks_fd, self._fatal_fd) if fd is not None]
+        fds = [fd for fd in (self._stacks_fd, self._fatal_fd, pidfd) if fd is not None]
         try:
             self._sidecar = subprocess.Popen(
                 [sys.executable, "-I", "-S", sidecar.__file__, json.dumps(given)],
@@ -537,6 +541,8 @@ class Record:
             )
         except OSError as e:
             self.line(f"warning: the recorder's side process did not start ({e}): a silent run stays silent")
+        finally:
+            os.close(pidfd)
 
     def _start_sinks(self) -> None:
         """The trackers' process: it follows events.jsonl, so nothing it does can slow the run."""

@@ -44,7 +44,6 @@ from eyas.record.look import (  # noqa: E402
     memory_cgroups,
     oom_counters,
     oom_words,
-    open_pidfd,
     read_bytes,
     status_words,
     words,
@@ -113,11 +112,7 @@ class Sidecar:
 
     def watch(self) -> None:
         """Until the trainer has said that it is over, or is gone."""
-        try:
-            pidfd = open_pidfd(self.pid)
-        except OSError:
-            self.last_word(None)
-            return
+        pidfd: int = self.given["pidfd"]
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
         poller.register(0, select.POLLIN | select.POLLHUP)
@@ -263,12 +258,13 @@ class Sidecar:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def last_word(self, pidfd: int | None) -> None:
+    def last_word(self, pidfd: int) -> None:
         """The trainer is gone and has not said so."""
+        self.open()
         b = beat.read(self.memory)
         status = None
         for _ in range(6):
-            status = exit_status(self.pid, pidfd) if pidfd is not None else None
+            status = exit_status(self.pid, pidfd)
             if status is not None:
                 break
             time.sleep(0.05)
@@ -281,7 +277,6 @@ class Sidecar:
             text = f"rank {b['rank']}: {text}"
         text += f" · to go on: {self.given['resume']}" if self.given["resume"] else ""
         self.slots[beat.STATE], self.slots[beat.EXIT] = beat.FAILED, -1 if status is None else status
-        self.open()
         self.say(text)
         self.event(
             "end", how="vanished", status=status, oom=bool(oom), step=b["step"], phase=b["phase"], text=text,

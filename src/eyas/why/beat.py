@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eyas.record import beat
+from eyas.record import beat, events
 from eyas.record.look import Process, look, read_bytes
 from eyas.record.words import clock, phase_words, step_words
 from eyas.why.target import Target
@@ -146,6 +147,8 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
     name = f"{Path(b['run']).name or b['run']} (PID {b['pid']})"
     if b["state"] == "ended" and not s.alive:
         verdict, sentence = "finished.ok", f"{name} is over: {step_words(b)}, ended in order."
+    elif b["state"] in ("failed", "interrupted") and not s.alive and (end := _end(b)) is not None:
+        verdict, sentence = _failed(end), str(end.get("text") or f"{name} has failed at {step_words(b)}")
     elif b["state"] != "running" or s.differs or not s.alive:
         return None
     elif phase in QUIET and (s.moving or s.still < LONG) and (s.moving or s.cpu >= 0.05 or s.read > 0):
@@ -191,8 +194,8 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
         "grade": "established",
         "sentence": sentence,
         "questions": {
-            "finished": {"answer": alive, "evidence": f"the beat says {b['state']}"},
-            "crashed": {"answer": "no", "evidence": "the beat and /proc agree"},
+            "finished": {"answer": alive if state != "failed" else "no", "evidence": f"the beat says {b['state']}"},
+            "crashed": {"answer": "yes" if state == "failed" else "no", "evidence": f"the beat says {b['state']}"},
             "stalled": {"answer": "no", "evidence": f"last movement {max(0.0, s.still):.1f} s ago"},
             "only_quiet": {"answer": "yes" if state == "quiet" else "no", "evidence": f"phase: {phase}"},
         },
@@ -218,6 +221,27 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
         "not_visible": [],
         "beat": as_json(s),
     }  # fmt: skip
+
+
+def _end(b: dict[str, Any]) -> dict[str, Any] | None:
+    """The last event of a run that is over, if its events say how it ended."""
+    last = None
+    with contextlib.suppress(OSError):
+        for e in events.read(Path(b["run"]) / "events.jsonl"):
+            last = e if e.get("event") == "end" and e.get("rank") == b["rank"] else last
+    return last if last is not None and last["time"] >= b["started_wall"] else None
+
+
+def _failed(end: dict[str, Any]) -> str:
+    """The verdict for an end that was none in order."""
+    number = int(end.get("status") or 0) & 0x7F
+    if end.get("oom"):
+        return "failed.oom-killed"
+    if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
+        return "failed.native-crash"
+    if number or end.get("how") in ("stopped", "interrupted"):
+        return "failed.signal"
+    return "failed.exception"
 
 
 def as_json(s: Seen) -> dict[str, Any]:
