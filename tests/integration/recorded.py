@@ -38,8 +38,8 @@ with Record(Path({folder!r}), "toy", total={steps}, resume="toy --resume", make=
     for i in rec.data(Numbers(), lambda n: n):
         with rec.phase("forward"):
             time.sleep(0.005)
-        if i == 30:
-            with rec.phase("backward"):
+        with rec.phase("backward"):
+            if i == 30:
                 pass
 {at_30}
         rec.step(loss=2.0 - 0.001 * i, tokens=100)

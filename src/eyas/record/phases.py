@@ -1,6 +1,6 @@
 """Where the time of a run goes: which phase it is in, how often it was in each, and for how long.
 
-A switch from one phase to the next reads the clock once and makes three stores into the beat (0.4 µs). On a GPU the
+A switch from one phase to the next reads the clock once and makes a few stores into the beat (0.4 µs). On a GPU the
 host's phases say when work was handed over, not when it was done; `GpuClock` puts a pair of events around each step
 and asks later whether they have passed. Nothing here waits for the device.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any
@@ -17,23 +18,28 @@ from eyas.record.beat import FIXED_PHASES, GPU_BUSY, PHASE, PHASES, SEQ, TABLE, 
 
 _NOW = struct.Struct("@qqqqq")  # PHASE, SINCE, MOVED, PART, PARTS
 _ROW = struct.Struct("@qqq")
-_NOW_AT, _SEQ_AT = 8 * PHASE, 8 * SEQ
+_NOW_AT = 8 * PHASE
 _IN_FLIGHT = 512  # pairs of events that wait for their step's end, at most
 
 
 class Phases:
-    """The clock of phases over a beat. One thread switches; everybody may read."""
+    """The clock of phases over a beat. One thread switches; everybody may read.
+
+    switch(number): from now on the run is in this phase. A closure, since it is called six times a step: names of an
+    object would be looked up in it again and again.
+    """
 
     def __init__(self, beat: Beat) -> None:
         self._beat = beat
-        self._slots, self._memory = beat.slots, beat.memory
         self.numbers = {name: i for i, name in enumerate(FIXED_PHASES)}
-        self.times = [0] * PHASES
         self.spent = [0] * PHASES  # ns, the phase that goes on now not counted
-        self.now = 0
-        self.since = monotonic_ns()
-        self._seq = 0
         self._scopes: dict[str, Scope] = {}
+        self.switch, self.state = _switch(beat, self.spent)
+
+    @property
+    def now(self) -> int:
+        """The number of the phase that goes on."""
+        return self.state()[0]
 
     def number(self, name: str) -> int:
         """The number of a phase, a new one for a new name. ValueError for the 25th."""
@@ -47,19 +53,6 @@ class Phases:
         number = self.numbers.get(name)
         self.switch(self.number(name) if number is None else number)
 
-    def switch(self, number: int) -> None:
-        at = monotonic_ns()
-        old = self.now
-        last = at - self.since
-        self.times[old] += 1
-        self.spent[old] += last
-        self.now, self.since = number, at
-        seq = self._seq
-        self._slots[SEQ] = seq + 1
-        _NOW.pack_into(self._memory, _NOW_AT, number, at, at, 0, 0)
-        _ROW.pack_into(self._memory, 8 * (TABLE + 3 * old), self.times[old], self.spent[old], last)
-        self._slots[SEQ] = self._seq = seq + 2
-
     def scope(self, name: str) -> Scope:
         """A block in a phase; behind it the phase before goes on."""
         found = self._scopes.get(name)
@@ -72,7 +65,32 @@ class Phases:
         number = self.numbers.get(name)
         if number is None:
             return 0.0
-        return (self.spent[number] + (monotonic_ns() - self.since if number == self.now else 0)) / 1e9
+        now, since = self.state()
+        return (self.spent[number] + (monotonic_ns() - since if number == now else 0)) / 1e9
+
+
+def _switch(beat: Beat, spent: list[int]) -> tuple[Callable[[int], None], Callable[[], tuple[int, int]]]:
+    """The function that switches, and one that tells (phase, since when)."""
+    slots, memory, clock = beat.slots, beat.memory, monotonic_ns
+    pack_now, pack_row = _NOW.pack_into, _ROW.pack_into
+    rows = [8 * (TABLE + 3 * i) for i in range(PHASES)]
+    times = [0] * PHASES
+    now, since, seq = 0, clock(), 0
+
+    def switch(number: int) -> None:
+        nonlocal now, since, seq
+        at = clock()
+        last = at - since
+        times[now] = count = times[now] + 1
+        spent[now] = whole = spent[now] + last
+        slots[SEQ] = seq + 1
+        pack_now(memory, _NOW_AT, number, at, at, 0, 0)
+        pack_row(memory, rows[now], count, whole, last)
+        seq += 2
+        slots[SEQ] = seq
+        now, since = number, at
+
+    return switch, lambda: (now, since)
 
 
 class Scope:

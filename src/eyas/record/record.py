@@ -45,8 +45,7 @@ EVENT_EVERY = 1.0  # seconds between two step events, at least
 SINKS_WAIT = 3.0  # seconds that trackers get at the end before the command goes on without them
 SPIKE_AFTER = 20  # steps before a loss can be called exploding
 DUMP_SIGNAL = signal.SIGRTMIN + 7  # nobody's: not the C library's, not glibc's, not a scheduler's
-_STEP = struct.Struct("@qqq")  # NOW, WALL, STEP
-_WORK = struct.Struct("@qq")  # TOKENS, BYTES
+_NOW, _STEP, _TOKENS, _BYTES, _LOSS = layout.NOW, layout.STEP, layout.TOKENS, layout.BYTES, layout.LOSS
 _MOVED = struct.Struct("@qqq")  # MOVED, PART, PARTS
 _COMPUTING = layout.FIXED_PHASES.index("computing")
 _WAITING = layout.FIXED_PHASES.index("waiting for data")
@@ -86,16 +85,16 @@ class Record:
         self.unit = unit
         self.phases = Phases(self.beat)
         self.enter = self.phases.enter
-        self._q, self._memory = self.beat.slots, self.beat.memory
-        self._spoke = self._stepped = self._first = self._evented = monotonic_ns()
+        self._q, self._floats, self._memory = self.beat.slots, self.beat.floats, self.beat.memory
+        self._spoke = self._stepped = self._first = self._check = monotonic_ns()
         self._line_ns, self._event_ns = int(interval * 1e9), int(EVENT_EVERY * 1e9)
         self._gpu: GpuClock | None = None
         self._late: LateValues | None = None
         self._torch: Any = None
         self._line_meter, self._event_meter = Meter(self), Meter(self)
-        self._mean = self._spread = 0.0
+        self._mean = self._spread = 0.0  # of the loss, of late
+        self._far, self._weight = math.inf, 1.0  # a loss that far above its mean explodes; weight of a new one
         self._warned = -1
-        self._losses = 0
         self._begin_step = 0
         self._loader: Any = None
         self._name_of: Any = None
@@ -273,15 +272,15 @@ class Record:
         """`with record.phase("forward"):`; any name, 24 different ones in all. `enter(name)` stays until the next."""
         return self.phases.scope(name)
 
-    def data(self, loader: Iterable[T], name_of: Any = None) -> Iterator[T]:
-        """The batches of a loader; waiting for one is the phase "waiting for data".
+    def data(self, loader: Iterable[T], name_of: Any = None, then: str = "computing") -> Iterator[T]:
+        """The batches of a loader; waiting for one is the phase "waiting for data", and `then` the one behind it.
 
         A loader may have `nbytes` (read so far), `ready` (batches that wait to be taken) and `reading` (what the batch
         waited for consists of; name_of turns one of them into a name): they are shown while it is waited for.
         """
         self._loader, self._name_of = loader, name_of
         counts, base = hasattr(loader, "nbytes"), self.nbytes
-        switch, batches = self.phases.switch, iter(loader)
+        switch, batches, after = self.phases.switch, iter(loader), self.phases.number(then)
         try:
             while True:
                 switch(_WAITING)
@@ -292,7 +291,7 @@ class Record:
                     return
                 if counts:
                     self.nbytes = base + loader.nbytes  # type: ignore[attr-defined]
-                switch(_COMPUTING)
+                switch(after)
                 yield batch
         finally:
             self._loader = None
@@ -320,46 +319,50 @@ class Record:
         """
         now = monotonic_ns()
         self.steps = n = self.steps + 1 if step is None else step
-        self.tokens += tokens
+        self.tokens = tokens = self.tokens + tokens
         if loss is not None and type(loss) is not float:
             loss = self._read_late(loss)
-        _STEP.pack_into(self._memory, 8 * layout.NOW, now, time_ns(), n)
-        _WORK.pack_into(self._memory, 8 * layout.TOKENS, self.tokens, self.nbytes)
+        q = self._q
+        q[_NOW], q[_STEP], q[_TOKENS], q[_BYTES] = now, n, tokens, self.nbytes
         if loss is not None:
-            self.beat.floats[layout.LOSS] = loss
-            # a loss far above what it has been of late, or no number
-            deviation = loss - self._mean
-            if self._losses < SPIKE_AFTER:
-                self._losses += 1
-            elif deviation > 2 * abs(self._mean) + 10 * self._spread:
+            self._floats[_LOSS] = loss
+            mean = self._mean
+            off = loss - mean
+            if off > self._far or off != off or off - off != 0.0:  # far above what it has been of late, or no number
                 self._exploding(loss, n, samples)
-            if deviation - deviation == 0.0:
-                self._mean += deviation / self._losses if self._losses < SPIKE_AFTER else 0.02 * deviation
-                self._spread += 0.05 * (abs(deviation) - self._spread)
-            else:  # infinite or NaN
-                self._exploding(loss, n, samples)
+            if off - off == 0.0:
+                self._mean = mean + off * self._weight
+                self._spread += 0.05 * (abs(off) - self._spread)
         if self._gpu is not None:
             self._gpu.end()
             self._gpu.begin()
-        pace, self._stepped = now - self._stepped, now
-        first = self._begin_step == n - 1
-        if now - self._evented >= self._event_ns or first or n == self.total:
-            self._step_event(n, loss, figures)
-            self._evented = now
-        if now + pace - self._spoke >= self._line_ns or first or n == self.total:
+        if now >= self._check or n == self._begin_step + 1 or n == self.total:
+            self._look(now, n, loss, figures)
+        self._stepped = now
+
+    def _look(self, now: int, n: int, loss: Any, figures: dict[str, Any]) -> None:
+        """Once a second, and at the first and the last step: write the event, and the line if it is due."""
+        self._check = now + self._event_ns
+        first = n == self._begin_step + 1
+        if loss is not None:
+            done = n - self._begin_step
+            self._weight = 0.02 if done >= 50 else 1 / max(done, 1)
+            if done >= SPIKE_AFTER:
+                self._far = 2 * abs(self._mean) + 10 * self._spread
+        self._step_event(n, loss, figures)
+        pace = max(now - self._stepped, self._event_ns)  # the next chance to speak
+        if now + pace - self._spoke > self._line_ns or first or n == self.total:
             self._step_line(n, loss, figures)
-        self.phases.switch(_COMPUTING)
 
     def count(self, done: int, tokens: int = 0) -> None:
         """So many of the units are done, with so many tokens in all: for work that says its own lines."""
         self.steps, self.tokens = done, tokens
-        now = monotonic_ns()
-        _STEP.pack_into(self._memory, 8 * layout.NOW, now, time_ns(), done)
-        _WORK.pack_into(self._memory, 8 * layout.TOKENS, tokens, self.nbytes)
+        now, q = monotonic_ns(), self._q
+        q[_NOW], q[_STEP], q[_TOKENS], q[_BYTES] = now, done, tokens, self.nbytes
         self.progress(0)
-        if now - self._evented >= self._event_ns or done == self.total:
+        if now >= self._check or done == self.total:
+            self._check = now + self._event_ns
             self._step_event(done, None, {})
-            self._evented = now
 
     def begin(self, total: int, step: int = 0, device: str = "") -> None:
         """The loop begins: steps in all, and how many of them an earlier run has done."""
@@ -487,7 +490,7 @@ class Record:
         """Once a second: a sign that Python code can run, and what the loader is at."""
         name_thread()
         while not self._stop.wait(1.0):
-            self._q[layout.PYTHON] = monotonic_ns()
+            self._q[layout.PYTHON], self._q[layout.WALL] = monotonic_ns(), time_ns()
             loader = self._loader
             with contextlib.suppress(Exception):  # a loader of other people may answer anything
                 self._q[layout.QUEUE] = int(getattr(loader, "ready", -1))
@@ -552,7 +555,6 @@ class Record:
                 self._sink_process = subprocess.Popen(
                     [sys.executable, "-m", "eyas.record.sinks", str(self.folder), str(os.getpid())],
                     stdin=subprocess.PIPE,
-                    stdout=log,
                     stderr=log,
                     start_new_session=True,
                 )

@@ -131,7 +131,7 @@ class Run:
         for epoch, packs in enumerate(self.epochs):
             steps = 1 if epoch < c.ttt_warmup_epochs else c.ttt_steps
             loader = Loader(self.source, packs, steps, c.max_seq_len, c.num_workers)
-            for batch in record.data(loader, self.source.ids.__getitem__):
+            for batch in record.data(loader, self.source.ids.__getitem__, "copying"):
                 metrics = self._step(batch)
                 self.step += 1
                 self.tokens += batch.tokens
@@ -184,7 +184,6 @@ class Run:
 
     def loss(self, batch: Batch, noise: bool) -> tuple[Tensor, list[Tensor], list[int]]:
         """Weighted loss of one pack; correct and trained positions per TTT step."""
-        self.record.enter("copying")
         plan = batch.plan.to(self.device)
         states = batch.states.to(self.device, self.dtype)
         self.record.enter("forward")

@@ -34,6 +34,7 @@ def record(tmp_path: Path) -> Any:
     made.beat = Beat("/runs/a", rank=2, world=4, total=300, path=path, unit="step")
     made.phases = Phases(made.beat)
     made.enter, made._q, made._memory = made.phases.enter, made.beat.slots, made.beat.memory
+    made._floats = made.beat.floats
     return made, path
 
 

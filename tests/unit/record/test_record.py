@@ -70,7 +70,7 @@ def test_an_exploding_loss_is_said_at_once_with_its_samples(clock_: Clock) -> No
     rec = Record(None, say=said.append)
     rec.begin(0)
     for i in range(40):
-        clock_.now += 0.01
+        clock_.now += 0.1
         rec.step(loss=2.0 + 0.2 * (i % 3), samples=lambda: ["never"])
     assert len(said) == 1, "noise is no explosion"
     rec.step(loss=9.0, samples=lambda: ["c7", "c9"])
