@@ -25,22 +25,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "integration"))
 
 from minifuse import MiniFuse  # noqa: E402
-from recorded import Toy, gone, start, why  # noqa: E402
+from recorded import Toy, end_all, gone, start, why  # noqa: E402
 
 SOON = 20.0  # seconds: fifteen, and some for a busy machine
 LIBC = ctypes.CDLL(None, use_errno=True)
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
-@pytest.fixture
-def toys() -> Iterator[list[Toy]]:
-    """Started programs, ended at the end whatever happened."""
-    running: list[Toy] = []
-    yield running
-    for toy in running:
-        if toy.process.poll() is None:
-            toy.process.kill()
-        toy.process.wait(10)
+@pytest.fixture(autouse=True)
+def ended_at_the_end() -> Iterator[None]:
+    yield
+    end_all()
 
 
 def fault(toy: Toy) -> float:
@@ -51,7 +46,7 @@ def fault(toy: Toy) -> float:
 
 @ROOT_ONLY
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="needs FUSE")
-def test_a_reader_whose_disk_stops(tmp_path: Path, toys: list[Toy]) -> None:
+def test_a_reader_whose_disk_stops(tmp_path: Path) -> None:
     with MiniFuse(tmp_path / "mnt", {"data_9142.bin": 64 << 20}) as fs:
         loader = f"""
 def next(self, i):
@@ -65,7 +60,6 @@ def next(self, i):
     time.sleep(0.05)
     return i"""
         toy = start(tmp_path / "run", steps=400, loader=loader)
-        toys.append(toy)
         toy.until(lambda: toy.beat().get("step", 0) > 20)
         fs.hang()
         line = toy.says("waiting for data", SOON)
@@ -77,9 +71,8 @@ def next(self, i):
     assert "failed in waiting for data: OSError: [Errno 107] Transport endpoint" in toy.says("failed in")
 
 
-def test_a_gil_that_is_held_for_20_s_in_c(tmp_path: Path, toys: list[Toy]) -> None:
+def test_a_gil_that_is_held_for_20_s_in_c(tmp_path: Path) -> None:
     toy = start(tmp_path / "run", "import ctypes; ctypes.PyDLL(None).sleep(20)")
-    toys.append(toy)
     line = toy.says("something holds the GIL", SOON)
     assert line.startswith("step 30/300 · backward") and "main thread at run.py:" in line
     begun = time.monotonic()
@@ -89,7 +82,7 @@ def test_a_gil_that_is_held_for_20_s_in_c(tmp_path: Path, toys: list[Toy]) -> No
     assert toy.events("why") == [] or toy.events("why")[0]["verdict"] != "healthy.training"
 
 
-def test_two_threads_that_wait_for_each_other(tmp_path: Path, toys: list[Toy]) -> None:
+def test_two_threads_that_wait_for_each_other(tmp_path: Path) -> None:
     body = """
 a, b, both = threading.Lock(), threading.Lock(), threading.Barrier(2)
 def other():
@@ -103,7 +96,6 @@ with a:
     with b:
         pass"""
     toy = start(tmp_path / "run", body)
-    toys.append(toy)
     line = toy.says("step 30/300 · backward", SOON)
     assert "no CPU used; the main thread is waiting on a lock" in line and "main thread at run.py:" in line
     assert "is deadlocked" in toy.says("eyas why:", SOON)
@@ -113,9 +105,8 @@ with a:
     assert answer["verdict"] == "stuck.deadlock" and not answer["beat"]["agrees"], answer["sentence"]
 
 
-def test_a_process_that_is_stopped_and_goes_on(tmp_path: Path, toys: list[Toy]) -> None:
+def test_a_process_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
     toy = start(tmp_path / "run", "os.kill(os.getpid(), signal.SIGSTOP)")
-    toys.append(toy)
     assert f"kill -CONT {toy.process.pid}" in toy.says("the process is stopped", SOON)
     os.kill(toy.process.pid, signal.SIGCONT)
     toy.says("step 300/300", 30)
@@ -124,14 +115,13 @@ def test_a_process_that_is_stopped_and_goes_on(tmp_path: Path, toys: list[Toy]) 
 
 @ROOT_ONLY
 @pytest.mark.skipif(not Path("/sys/fs/cgroup/memory/cgroup.procs").exists(), reason="needs cgroup v1 memory")
-def test_the_out_of_memory_killer(tmp_path: Path, toys: list[Toy]) -> None:
+def test_the_out_of_memory_killer(tmp_path: Path) -> None:
     group = Path(f"/sys/fs/cgroup/memory/eyas-recorder-{os.getpid()}")
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(96 << 20))
         via = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
         toy = start(tmp_path / "run", "held = []\nwhile True: held.append(bytearray(os.urandom(1 << 20)))", via=via)
-        toys.append(toy)
         toy.ended()
         line = toy.says("the end:", SOON)
         assert "was killed by SIGKILL by the kernel's out-of-memory killer" in line and "limit is 101 MB" in line, line
@@ -147,9 +137,8 @@ def test_the_out_of_memory_killer(tmp_path: Path, toys: list[Toy]) -> None:
         group.rmdir()
 
 
-def test_sigkill(tmp_path: Path, toys: list[Toy]) -> None:
+def test_sigkill(tmp_path: Path) -> None:
     toy = start(tmp_path / "run", "time.sleep(100)")
-    toys.append(toy)
     fault(toy)
     sidecar = toy.sidecar()
     toy.process.kill()
@@ -161,14 +150,13 @@ def test_sigkill(tmp_path: Path, toys: list[Toy]) -> None:
 
 
 @ROOT_ONLY
-def test_a_log_and_a_run_directory_whose_disk_is_full(tmp_path: Path, toys: list[Toy]) -> None:
+def test_a_log_and_a_run_directory_whose_disk_is_full(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     assert LIBC.mount(b"none", str(disk).encode(), b"tmpfs", 0, b"size=1m") == 0
     try:
         log = (disk / "out.log").open("wb")
         toy = start(tmp_path / "run", "time.sleep(3)", steps=60, stdout=log, interval=1.5)
-        toys.append(toy)
         toy.log = disk / "out.log"
         toy.says("step 1/60")
         (disk / "fill").write_bytes(b"")
@@ -187,7 +175,7 @@ def test_a_log_and_a_run_directory_whose_disk_is_full(tmp_path: Path, toys: list
         LIBC.umount2(str(disk).encode(), 2)
 
 
-def test_a_listener_whose_server_accepts_and_never_answers(tmp_path: Path, toys: list[Toy]) -> None:
+def test_a_listener_whose_server_accepts_and_never_answers(tmp_path: Path) -> None:
     pytest.importorskip("apprise")
     with socket.create_server(("127.0.0.1", 0)) as server:
         held: list[socket.socket] = []
@@ -201,24 +189,22 @@ def test_a_listener_whose_server_accepts_and_never_answers(tmp_path: Path, toys:
         port = server.getsockname()[1]
         url = f"notify=json://127.0.0.1:{port}/?rto=100&cto=100"  # apprise gives up after 4 s by itself
         toy = start(tmp_path / "run", 'rec.bad_loss(float("nan"), 1.0, 31, ["c7"], True)', steps=3000, sinks=[url])
-        toys.append(toy)
         line = toy.says("notify has not answered for 10 s; the run goes on without it", SOON + 10)
         assert line.startswith("warning: ")
-        toy.says("step 3000/3000", 120)
+        toy.says("step 3,000/3,000", 120)
         assert toy.ended() == 0 and held
         times = [e["time"] for e in toy.events("step")]
         assert max(b - a for a, b in pairwise(times)) < 3, "it never slowed"
         server.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_rank_that_dies_first_is_named(tmp_path: Path, toys: list[Toy]) -> None:
+def test_a_rank_that_dies_first_is_named(tmp_path: Path) -> None:
     """Two ranks in one run directory, as torchrun starts them; when rank 1 is killed, torchrun ends rank 0."""
     both = {"WORLD_SIZE": "2"}
     one = start(tmp_path / "run", "time.sleep(100)", env={**both, "RANK": "1"})
     (tmp_path / "run.log").rename(tmp_path / "rank1.log")
     one.log = tmp_path / "rank1.log"
     zero = start(tmp_path / "run", "time.sleep(100)", env={**both, "RANK": "0"})
-    toys += [one, zero]
     fault(zero)
     one.until(lambda: (one.folder / "beat.1").exists())
     time.sleep(1)

@@ -46,6 +46,10 @@ with Record(Path({folder!r}), "toy", total={steps}, resume="toy --resume", make=
 """
 
 
+SOURCE = Path(eyas.__file__).parents[1]
+STARTED: list[subprocess.Popen[bytes]] = []
+
+
 @dataclass
 class Toy:
     """A started program. `log` is its standard output; `lines` those of log.txt."""
@@ -127,12 +131,22 @@ def start(
         stdout=out,
         stderr=out,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parents[1]), **(env or {})},
+        env={**os.environ, "PYTHONPATH": f"{SOURCE}:{os.environ.get('PYTHONPATH', '')}", **(env or {})},
         start_new_session=True,
     )
     if stdout is None:
         out.close()
+    STARTED.append(process)
     return Toy(folder, process, log)
+
+
+def end_all() -> None:
+    """End what was started and still runs, stopped ones too."""
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            process.kill()
+        process.wait(10)
 
 
 def gone(pid: int) -> bool:
@@ -149,7 +163,7 @@ def why(target: object, *words: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "eyas.why", str(target), "--json", *words],
         capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
         check=False,
     )
     answer: dict[str, Any] = json.loads(done.stdout)

@@ -9,15 +9,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from recorded import gone, start, why
+from recorded import end_all, gone, start, why
 
 import eyas
 from eyas.record import beat
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "run-directory.md"
+
+
+@pytest.fixture(autouse=True)
+def ended_at_the_end() -> Iterator[None]:
+    yield
+    end_all()
 
 
 def test_a_run_in_order_leaves_its_story_and_nothing_else(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ class Record:
             if done >= SPIKE_AFTER:
                 self._far = 2 * abs(self._mean) + 10 * self._spread
         self._step_event(n, loss, figures)
-        pace = max(now - self._stepped, self._event_ns)  # the next chance to speak
+        pace = max(now - self._stepped, 2 * self._event_ns)  # until the next chance to speak, and some
         if now + pace - self._spoke > self._line_ns or first or n == self.total:
             self._step_line(n, loss, figures)
 

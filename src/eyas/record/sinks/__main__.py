@@ -1,8 +1,9 @@
 """`python -m eyas.record.sinks RUN_DIR PID`: follow a run's events.jsonl and hand each event to the sinks.
 
-Its standard output is the run's. Which sinks is a JSON list on standard input, as ["tensorboard", "wandb=PROJECT", "notify=URL"]: addresses hold tokens,
-and a command line can be read by everybody. Each sink has a thread, so one that hangs holds up no other. What goes
-wrong is said once per sink, in the run's log. Ends with the run, at the latest a minute behind it.
+Its standard output is the run's. Which sinks is a JSON list on standard input, as ["tensorboard", "wandb=PROJECT",
+"notify=URL"]: addresses hold tokens, and a command line can be read by everybody. Each sink has a thread, so one that
+hangs holds up no other. What goes wrong is said once per sink, in the run's log. Ends with the run, at the latest a
+minute behind it.
 """
 
 from __future__ import annotations
