@@ -8,7 +8,7 @@ PIP_FLAGS := -qq --no-input --disable-pip-version-check --root-user-action=ignor
 PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
 ENGINE_PIP := $(ENGINES)/bin/python -m pip
 
-.PHONY: help setup demo test lint test-engines faults accuracy bench clean
+.PHONY: help setup demo test lint test-engines faults accuracy bench bench-record clean
 .SUFFIXES:
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make faults        the fault lab of eyas why: real processes in trouble (root: cgroups, mounts, FUSE)"
 	@echo "make accuracy      the lab and the snapshot corpus; writes docs/accuracy.md and .json"
 	@echo "make bench         the benchmarks; NAME=x runs bench/x.py"
+	@echo "make bench-record  the recorder's cost and longest silence (root for the slow disk); writes bench/out/record.json"
 	@echo "make clean         removes both environments, caches and build outputs; runs/ stays"
 	@echo "PYTHON=...         the Python 3.11 or newer that the environments are made with (now $(PYTHON))"
 
@@ -77,6 +78,9 @@ bench: setup
 	   [ -e "$$f" ] || { echo "no benchmarks yet: see bench/README.md"; break; }; \
 	   n=$${f##*/}; printf '%-24s %s\n' "NAME=$${n%.py}" "$$(sed -n '1s/^"""//p' "$$f" | sed 's/"""$$//')"; \
 	 done
+
+bench-record: setup
+	@$(BIN)/python bench/record.py $(ARGS)
 
 clean:
 	@rm -rf $(VENV) $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench/out
