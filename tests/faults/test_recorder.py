@@ -217,17 +217,6 @@ def test_a_rank_that_dies_first_is_named(tmp_path: Path) -> None:
     assert zero.says("rank 1 failed first", SOON).startswith("rank 1 failed first: rank 1: the end: toy (PID")
 
 
-def test_a_checkpoint_on_a_full_disk(tmp_path: Path) -> None:
-    """`eyas train` itself: one line with the cause, the step and the way on; nothing half-written under its name."""
-    from recorded_train import train_on_a_full_disk
-
-    result, out = train_on_a_full_disk(tmp_path)
-    last = [line for line in result.stdout.splitlines() if "failed in saving" in line]
-    assert last and "No space left" in last[0] and "to go on: eyas train" in last[0], result.stdout
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
-    assert not list((out / "checkpoints").glob("step-*"))
-
-
 def test_from_the_start_to_step_20_no_gap_of_more_than_10_s(tmp_path: Path) -> None:
     """The founding conditions: cold throttled files, a slow first step, the log in a file. See bench/record.py."""
     done = subprocess.run(
