@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -112,6 +113,13 @@ def test_the_sidecar_outlives_a_ctrl_c_and_ends_with_the_run(tmp_path: Path) -> 
     assert time.monotonic() - died < 2.5, "within a second, and some for a busy machine"
 
 
+def test_a_sidecar_that_is_killed_is_missed(tmp_path: Path) -> None:
+    toy = start(tmp_path / "run", steps=100_000)
+    toy.says("step 1/")
+    os.kill(toy.sidecar(), signal.SIGKILL)
+    assert "a silent run stays silent" in toy.says("warning: the recorder's side process is gone")
+
+
 def test_a_stopped_process_is_called_stopped(tmp_path: Path) -> None:
     toy = start(tmp_path / "run", "os.kill(os.getpid(), signal.SIGSTOP)", interval=1.5)
     line = toy.says("is stopped")
@@ -138,6 +146,25 @@ def test_a_reader_that_goes_away_stops_nothing(tmp_path: Path) -> None:
     os.close(write)
     os.close(read)
     assert toy.ended() == 0 and toy.events("end")[0]["how"] == "done"
+
+
+def test_a_terminal_gets_a_live_display_and_the_log_its_lines(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    toy = start(tmp_path / "run", 'rec.warn("look")\ntime.sleep(1.2)', steps=40, stdout=theirs, env={"TERM": "xterm"})
+    os.close(theirs)
+    seen = b""
+    try:
+        while more := os.read(ours, 65536):
+            seen += more
+    except OSError:  # the other side is closed
+        pass
+    os.close(ours)
+    assert toy.ended() == 0
+    text = seen.decode()
+    assert "━" in text and "step 30/40" in text and "warning: look" in text and "left" in text
+    assert "step 40/40 · loss" in text
+    assert "\x1b" not in (toy.folder / "log.txt").read_text()
+    assert any(line.startswith("step 1/40") for line in toy.lines()), "log.txt has the lines that a file would get"
 
 
 def test_a_loop_of_other_people_needs_no_torch(tmp_path: Path) -> None:

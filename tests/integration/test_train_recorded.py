@@ -54,7 +54,7 @@ def test_a_run_tells_its_story_in_three_ways(tiny: Tiny, tmp_path: Path, eyas: E
     assert times["validating"] == times["saving"] == 2 and times["waiting for data"] == steps + 2
     assert kept["tokens"] == json.loads((run / "summary.json").read_text())["tokens"]
     answer = why(run)
-    assert answer["verdict"] == "finished.ok" and f"step {steps}/{steps}" in answer["sentence"]
+    assert answer["verdict"] == "finished.ok" and answer["beat"]["step"] == answer["beat"]["total"] == steps
 
 
 def test_capture_and_eval_are_recorded_too(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
@@ -90,9 +90,8 @@ def test_a_step_without_a_number_is_skipped_and_never_reaches_the_weights(
     assert source.ids[5] in nan["samples"] and nan["skipped"] is True and nan["loss"] == "nan"
     line = next(line for line in result.out if line.startswith("warning: the loss is nan at step"))
     assert source.ids[5] in line and line.endswith("the step is skipped (--on-nan skip)")
-    assert all(
-        t.isfinite().all() for n, t in load_file(tmp_path / "run/last/model.safetensors").items() if "2" not in n
-    )
+    weights = load_file(tmp_path / "run/last/model.safetensors")
+    assert all(t.isfinite().all() for t in weights.values() if t.is_floating_point())
     shutil.rmtree(tmp_path / "run")
     result = eyas(*words)
     assert result.code == 2 and f"at step {nan['step']}" in result.err[0] and source.ids[5] in result.err[0]

@@ -232,7 +232,7 @@ class Record:
         if text and said and self._log is not None:
             self._log.put(stamped(text))
         elif text and self._entered and self.folder is not None:
-            self.line(text)
+            self.line(text, matters=True)
         self._stop.set()
         until = time.monotonic() + 2.0
         for outlet in (self._out, self._log, self._events):
@@ -344,6 +344,9 @@ class Record:
         """Once a second, and at the first and the last step: write the event, and the line if it is due."""
         self._check = now + self._event_ns
         first = n == self._begin_step + 1
+        if self._sidecar is not None and self._sidecar.poll() is not None:
+            self._sidecar = None
+            self.warn("the recorder's side process is gone: a silent run stays silent from now on")
         if loss is not None:
             done = n - self._begin_step
             self._weight = 0.02 if done >= 50 else 1 / max(done, 1)
@@ -396,7 +399,7 @@ class Record:
         self._warned = step
         self.event("nan", step=step, loss=loss, grad_norm=norm, samples=list(samples), skipped=skipped)
         if skipped:
-            self.line(f"warning: {text}; the step is skipped (--on-nan skip)")
+            self.line(f"warning: {text}; the step is skipped (--on-nan skip)", matters=True)
         return text
 
     def validation(self, figures: dict[str, Any], text: str) -> None:
@@ -410,7 +413,7 @@ class Record:
     def warn(self, text: str) -> None:
         """A line that begins with "warning:", and an event."""
         self.event("warning", step=self.steps, text=text)
-        self.line(f"warning: {text}")
+        self.line(f"warning: {text}", matters=True)
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line of events.jsonl."""
@@ -419,8 +422,12 @@ class Record:
         elif self.folder is not None:
             self._early.append((kind, fields))
 
-    def line(self, text: str) -> None:
-        """Say a line now, in the log and in log.txt."""
+    def line(self, text: str, matters: bool = False) -> None:
+        """Say a line now, in the log and in log.txt. Other ranks than the first say only what matters."""
+        if self.rank:
+            if not matters:
+                return
+            text = f"rank {self.rank}: {text}"
         self.spoken()
         if self._out is None:
             (self._own_say or to_stdout)(text)
@@ -455,7 +462,7 @@ class Record:
         kind = "explodes" if math.isfinite(loss) else "is no number"
         text = f"the loss {kind}: {loss:.4g} at step {step:,}, {self._mean:.4g} of late{shown}"
         self.event("loss", step=step, loss=loss, of_late=self._mean, samples=names)
-        self.line(f"warning: {text}")
+        self.line(f"warning: {text}", matters=True)
 
     def _speed(self, meter: Meter) -> dict[str, Any]:
         speed = meter.take()
@@ -479,7 +486,7 @@ class Record:
         given: dict[str, Any] = figures if loss is None else {"loss": loss, **figures}
         order: dict[str, Any] = {k: given[k] for k in ("epoch", "loss") if k in given}
         text = step_line(n, self.total, {**order, **given}, self._speed(self._line_meter))
-        if self.rank == 0 and self._live is None:
+        if self.rank == 0 and (self._live is None or n == self.total):
             self.line(text)
         else:
             self.spoken()

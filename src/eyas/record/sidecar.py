@@ -25,6 +25,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
@@ -87,6 +88,8 @@ class Sidecar:
         self.places = memory_cgroups(self.pid)
         self.oom = oom_counters(self.places)
         self.ranks = Ranks(self.folder, given["rank"]) if given["rank"] == 0 and given["world"] > 1 else None
+        if self.ranks is not None:
+            self.ranks.start()
 
     # -- saying --------------------------------------------------------------------------------------------------------
 
@@ -282,8 +285,17 @@ class Sidecar:
             "end", how="vanished", status=status, oom=bool(oom), step=b["step"], phase=b["phase"], text=text,
             resume=self.given["resume"],
         )  # fmt: skip
-        if self.ranks is not None and (first := self.ranks.first_failure(b)):
-            self.say(first)
+        if self.ranks is not None:
+            self.say_first_failure(self.ranks, b)
+
+    def say_first_failure(self, ranks: Ranks, b: dict[str, Any]) -> None:
+        """The rank that failed before this one, if the run directory's disk tells in time."""
+        found: list[str] = []
+        asking = threading.Thread(target=lambda: found.append(ranks.first_failure(b)), daemon=True)
+        asking.start()
+        asking.join(1.0)
+        if found and found[0]:
+            self.say(found[0])
 
     def fatal(self) -> str:
         """What the fault handler wrote when the process died of a fault: its first line and the innermost frame."""
@@ -292,8 +304,9 @@ class Sidecar:
         if not raw.strip():
             return ""
         if self.folder is not None and self.log is not None:
-            with contextlib.suppress(OSError):
-                (self.folder / "error.txt").write_text(raw)
+            keep = Outlet("error.txt", events.Appender(self.folder / "error.txt"))
+            keep.put(raw.encode(errors="replace"))
+            keep.close(0.3)
         blocks = raw.strip().split("\n\n")
         current = next((block for block in blocks if "Current thread" in block), blocks[-1])
         return f"{raw.strip().splitlines()[0]} at {top_line(current)}"
@@ -329,8 +342,19 @@ class Ranks:
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self.folder, self.rank, self.next = folder, rank, 0.0
+        self.beats: dict[int, dict[str, Any]] = {}
         self.before: dict[int, dict[str, Any]] = {}
         self.said: tuple[int, str] | None = None
+
+    def start(self) -> None:
+        """Read them in a thread: the run directory may lie on a disk that hangs."""
+
+        def work() -> None:
+            while True:
+                self.beats = self.read()
+                time.sleep(self.EVERY / 3)
+
+        threading.Thread(target=work, daemon=True).start()
 
     def read(self) -> dict[int, dict[str, Any]]:
         found = {}
@@ -349,7 +373,7 @@ class Ranks:
         if now < self.next:
             return ""
         self.next = now + self.EVERY
-        ranks, before = self.read(), self.before
+        ranks, before = self.beats, self.before
         self.before = ranks
         if len(ranks) < 2 or not before:
             return ""

@@ -132,7 +132,7 @@ def test_the_words_of_a_line() -> None:
     )
 
 
-def test_a_straggler_is_named_with_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_straggler_is_named_with_its_phase() -> None:
     def beats(step: int) -> dict[int, dict[str, Any]]:
         data = {r: 0.09 if r == 5 else 0.01 for r in range(8)}
         return {
@@ -143,9 +143,11 @@ def test_a_straggler_is_named_with_its_phase(monkeypatch: pytest.MonkeyPatch) ->
             } for r in range(8)
         }  # fmt: skip
 
-    ranks, now = Ranks(None, 0), iter([10, 40, 70])
-    monkeypatch.setattr(ranks, "read", lambda: beats(next(now)))
+    ranks = Ranks(None, 0)
+    ranks.beats = beats(10)
     assert ranks.straggler(100.0) == ""
+    ranks.beats = beats(40)
     assert ranks.straggler(101.0) == "", "not more often than every half a minute"
     assert ranks.straggler(131.0) == "rank 5 is 1.8 times slower than the others: waiting for data"
+    ranks.beats = beats(70)
     assert ranks.straggler(162.0) == "", "said once"
