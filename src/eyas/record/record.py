@@ -229,8 +229,9 @@ class Record:
         )
         if self._live:
             self._live.stop()
-        if text and said and self._log is not None:
-            self._log.put(stamped(text))
+        if text and said:
+            if self._log is not None:
+                self._log.put(stamped(text))
         elif text and self._entered and self.folder is not None:
             self.line(text, matters=True)
         self._stop.set()
