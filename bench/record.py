@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -185,7 +186,7 @@ def step_of(run: Path) -> int:
 
 
 def make_files(verifier_path: Path, folder: Path) -> None:
-    """FILES files data_*.pt of the verifier's own states over random tokens, synced and dropped from memory; and M."""
+    """FILES files data_*.pt (six different ones) of the verifier's own states, dropped from memory; and M."""
     import torch
 
     from eyas.verifier import Verifier
@@ -198,6 +199,9 @@ def make_files(verifier_path: Path, folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         for i in range(FILES):
+            if i >= 6:
+                shutil.copy(folder / f"data_{i % 6}.pt", folder / f"data_{i}.pt")
+                continue
             ids = torch.randint(100, 3000, (TOKENS,), generator=generator)
             states = model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
             hidden = [states[k][0].to(torch.bfloat16).clone() for k in layers]
