@@ -188,6 +188,7 @@ def step_of(run: Path) -> int:
 def make_files(verifier_path: Path, folder: Path) -> None:
     """FILES files data_*.pt (six different ones) of the verifier's own states, dropped from memory; and M."""
     import torch
+    from transformers import AutoTokenizer
 
     from eyas.verifier import Verifier
     from eyas.vocab import build
@@ -196,13 +197,14 @@ def make_files(verifier_path: Path, folder: Path) -> None:
     verifier = Verifier(verifier_path)
     model = verifier.load_model(torch.float32, "cpu")
     layers = (*verifier.config.capture_layers(), verifier.config.num_layers)
-    generator = torch.Generator().manual_seed(0)
+    text = (ROOT / "README.md").read_text() * 4
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(verifier_path)(text)["input_ids"])
     with torch.inference_mode():
         for i in range(FILES):
             if i >= 6:
                 shutil.copy(folder / f"data_{i % 6}.pt", folder / f"data_{i}.pt")
                 continue
-            ids = torch.randint(100, 3000, (TOKENS,), generator=generator)
+            ids = tokens[i * TOKENS : (i + 1) * TOKENS].clone()
             states = model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
             hidden = [states[k][0].to(torch.bfloat16).clone() for k in layers]
             mask = (torch.arange(TOKENS) >= 50).long()

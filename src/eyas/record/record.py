@@ -589,6 +589,7 @@ class Meter:
     def __init__(self, record: Record) -> None:
         self.record = record
         self._last = self._now()
+        self._spent = list(record.phases.spent)
 
     def _now(self) -> tuple[float, int, int, float, float, float]:
         r = self.record
@@ -599,6 +600,8 @@ class Meter:
         """The figures as a dict; starts anew."""
         now, last = self._now(), self._last
         self._last = now
+        spent, before = list(self.record.phases.spent), self._spent
+        self._spent = spent
         seconds, tokens, nbytes, waited, gpu, cpu = (b - a for a, b in zip(last, now, strict=True))
         seconds = max(seconds, 1e-9)
         busy = max(seconds - waited, 1e-9)
@@ -608,6 +611,11 @@ class Meter:
             "bytes_per_s": round(nbytes / seconds) if now[2] else None,
             "bytes_needed_per_s": round(nbytes / busy) if now[2] else None,
             "cpu": round(cpu / seconds, 3),
+            "phases": {
+                name: round((spent[i] - before[i]) / 1e9 / seconds, 4)
+                for name, i in self.record.phases.numbers.items()
+                if spent[i] != before[i]
+            },
             "gpu": round(min(1.0, gpu / seconds), 4) if self.record._gpu is not None else None,
         }
 

@@ -329,8 +329,12 @@ class Sidecar:
         with contextlib.suppress(OSError):
             if link is not None and link.is_symlink() and os.readlink(link) == str(place):  # noqa: PTH115
                 side = link.with_name(f".{link.name}")
-                side.write_bytes(bytes(self.memory[: beat.SIZE]))
-                side.replace(link)
+                try:
+                    side.write_bytes(bytes(self.memory[: beat.SIZE]))
+                    side.replace(link)
+                except OSError:  # a full disk: no half record, and no link that leads nowhere
+                    side.unlink(missing_ok=True)
+                    link.unlink()
         with contextlib.suppress(OSError):
             place.unlink()
 

@@ -19,6 +19,7 @@ def scalars(e: dict[str, Any]) -> dict[str, float]:
             continue
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             found[f"{prefix}/{name}"] = float(value)
-        elif isinstance(value, list):
-            found.update({f"{prefix}/{name}/{k}": float(v) for k, v in enumerate(value) if isinstance(v, (int, float))})
+        elif isinstance(value, (list, dict)):
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            found.update({f"{prefix}/{name}/{k}": float(v) for k, v in parts if isinstance(v, (int, float))})
     return found
