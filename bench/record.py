@@ -134,13 +134,16 @@ def founding(folder: Path, cache: Path) -> dict[str, float]:
         "--vocab-mapping-dir", folder / "M", "--output-dir", folder / "O", "--epochs", 1, "--max-seq-len", TOKENS,
         "--ttt-steps", 1, "--num-workers", 4, "--val-ratio", 0.05,
     ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parents[1])}
+    # The program is in memory, as on a machine that is used; the data are not.
+    warm = "import eyas.cli, eyas.config, eyas.train.loop, eyas.record.sidecar"
+    subprocess.run([sys.executable, "-c", warm], env=env, check=True)
     join = ["sh", "-c", f'{"" if group is None else f"echo $$ > {group}/cgroup.procs; "}exec "$@"', "sh"]
     try:
         with log.open("wb") as out:
             begun = time.monotonic()
             process = subprocess.Popen(
-                [*join, *map(str, words)], stdout=out, stderr=out,
-                env={**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parents[1])},
+                [*join, *map(str, words)], stdout=out, stderr=out, env=env,
             )  # fmt: skip
             stamps, seen, longest = [begun], 0, ""
             while True:

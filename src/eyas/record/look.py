@@ -74,8 +74,8 @@ def words(pid: int, before: Process, now: Process, seconds: float, python_idle: 
     if python_idle > 4:
         where = "on the CPU" if main[1].family == "run" else main[1].words
         return f"no Python code has run for {python_idle:.0f} s: something holds the GIL; the main thread is {where}"
-    if busy >= 0.05:
-        return f"{busy:.0%} CPU"
+    if busy >= 0.05 or main[1].family == "run":
+        return f"{busy:.0%} CPU" + (", waiting for a CPU" if busy < 0.05 else "")
     return f"no CPU used; the main thread is {main[1].words}"
 
 
