@@ -143,11 +143,11 @@ class Sidecar:
         self.hear_judge()
         silent = now - max(b["spoke"], self.spoke)
         still = now - max(b["since"], b["moved"])
-        if silent < self.interval - 2 * LOOKS and still < self.interval - 2 * LOOKS:
+        if silent < self.interval - 3 * LOOKS and still < self.interval - 3 * LOOKS:
             self.before = None
         elif self.before is None:
             self.before = (now, look(self.pid))
-        if (silent >= self.interval - LOOKS and self.given["rank"] == 0) or self.odd(b, still):
+        if (silent >= self.interval - 2 * LOOKS and self.given["rank"] == 0) or self.odd(b, still):
             self.speak(b, now, still)
         if self.ranks is not None and (line := self.ranks.straggler(now)):
             self.say(line)
@@ -169,7 +169,7 @@ class Sidecar:
         """A phase that was entered often and took nowhere near as long."""
         times, spent, last = b["phases"].get(b["phase"], (0, 0.0, 0.0))
         usual = max(last, spent / max(times, 1), self.median(b["phase"]))
-        return times >= 3 and still >= self.interval - 2 * LOOKS and still > TIMES_UNUSUAL * usual
+        return times >= 3 and still >= self.interval - 3 * LOOKS and still > TIMES_UNUSUAL * usual
 
     def speak(self, b: dict[str, Any], now: float, still: float) -> None:
         """A line for a trainer that has not said one, and more when its phase is a stall."""
