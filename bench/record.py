@@ -4,7 +4,7 @@
     make bench NAME=record ARGS=--gap-only
 
 Writes bench/out/record.json:
-    us_per_step         what a step costs in the trainer: six phases and `step`, over the bare loop; median of blocks
+    us_per_step         what a step costs in the trainer: six phases and `step`, over the bare loop; CPU time, median of blocks
     step_time_ratio     steps of about 10 ms of matrix products with a recorder over those without, in turns; medians
     sidecar_core_share  CPU seconds of the sidecar over seconds
     sidecar_mb          its resident memory
@@ -38,27 +38,27 @@ BLOCKS, STEPS = 9, 20_000
 
 
 def us_per_step(folder: Path) -> float:
-    """Microseconds: a loop that only records, less the same loop without."""
+    """Microseconds of CPU: a loop that only records, less the same loop without."""
 
     def data() -> Any:
         yield from range(STEPS)
 
     def bare() -> float:
-        begun = time.perf_counter()
+        begun = time.thread_time()
         for _ in data():
             pass
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
     def recorded(rec: Record) -> float:
         enter = rec.enter
-        begun = time.perf_counter()
+        begun = time.thread_time()
         for _ in rec.data(data(), then="copying"):
             enter("forward")
             enter("backward")
             enter("optimiser")
             enter("logging")
             rec.step(loss=2.0, tokens=512, epoch="1/1", accuracy=[0.5, 0.4, 0.3], lr=1e-3, grad_norm=1.0)
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
     with Record(folder, "bench", say=lambda _text: None, make=True) as rec:
         rec.begin(0)
