@@ -4,7 +4,7 @@
     make bench NAME=record ARGS=--gap-only
 
 Writes bench/out/record.json:
-    us_per_step         what a step costs in the trainer: six phases and `step`, over the bare loop; CPU time, median of blocks
+    us_per_step         what a step costs in the trainer: six phases and `step`, over the bare loop; CPU time, median
     step_time_ratio     steps of about 10 ms of matrix products with a recorder over those without, in turns; medians
     sidecar_core_share  CPU seconds of the sidecar over seconds
     sidecar_mb          its resident memory
