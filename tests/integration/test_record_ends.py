@@ -41,6 +41,8 @@ def test_a_run_in_order_leaves_its_story_and_nothing_else(tmp_path: Path) -> Non
     assert end["how"] == "done" and end["step"] == 40 and 0.19 < end["seconds"]["forward"] < 10
     assert gone(kept["sidecar"])
     assert [line[20:] for line in (toy.folder / "log.txt").read_text().splitlines()] == lines
+    answer = why(toy.folder)
+    assert answer["verdict"] == "finished.ok" and "step 40/40, ended in order" in answer["sentence"]
 
 
 def test_every_event_and_field_is_documented(tmp_path: Path) -> None:

@@ -51,10 +51,11 @@ def test_a_run_tells_its_story_in_three_ways(tiny: Tiny, tmp_path: Path, eyas: E
     times = {name: row[0] for name, row in kept["phases"].items()}
     for phase in ("copying", "forward", "backward", "optimiser", "logging"):
         assert times[phase] == steps, phase
-    assert times["validating"] == times["saving"] == 2 and times["waiting for data"] == steps + 2
+    assert times["validating"] == 2 <= times["saving"] and steps <= times["waiting for data"] <= steps + 2
     assert kept["tokens"] == json.loads((run / "summary.json").read_text())["tokens"]
     answer = why(run)
-    assert answer["verdict"] == "finished.ok" and answer["beat"]["step"] == answer["beat"]["total"] == steps
+    assert answer["verdict"] == "finished.lingering", "this very process is still there"
+    assert answer["beat"]["step"] == answer["beat"]["total"] == steps and answer["took_s"] < 1
 
 
 def test_capture_and_eval_are_recorded_too(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
@@ -117,7 +118,7 @@ def test_a_checkpoint_on_a_full_disk_is_told_with_its_step_and_leaves_nothing_ha
     assert result.code == 2 and len(result.err) == 1 and "No space left" in result.err[0]
     last = result.out[-1]
     assert last.startswith("step ") and "failed in saving" in last and "No space left" in last
-    assert "to go on: eyas train --config " in last
+    assert "to go on: " in last and "eyas train --" in last
     assert list((disk / "run/checkpoints").iterdir()) == []
     assert [e["how"] for e in events.read(disk / "run/events.jsonl") if e["event"] == "end"] == ["error"]
     assert beat.read(disk / "run/beat")["state"] == "failed"

@@ -113,8 +113,6 @@ def differences(s: Seen) -> list[str]:
     b, phase, found = s.b, s.b["phase"], []
     if b["state"] == "running" and not s.alive:
         found.append(f"the beat says that it runs, and there is no PID {b['pid']} that started then")
-    if b["state"] != "running" and s.alive and b["sidecar"] and not Path(f"/proc/{b['sidecar']}").exists():
-        found.append(f"the beat says {b['state']}, and PID {b['pid']} is still there")
     if not s.alive or b["state"] != "running":
         return found
     main = s.process.threads.get(b["pid"])
@@ -147,6 +145,9 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
     name = f"{Path(b['run']).name or b['run']} (PID {b['pid']})"
     if b["state"] == "ended" and not s.alive:
         verdict, sentence = "finished.ok", f"{name} is over: {step_words(b)}, ended in order."
+    elif b["state"] == "ended" and not s.differs:
+        verdict = "finished.lingering"
+        sentence = f"{name} is over: {step_words(b)}, ended in order; its process is still there."
     elif b["state"] in ("failed", "interrupted") and not s.alive and (end := _end(b)) is not None:
         verdict, sentence = _failed(end), str(end.get("text") or f"{name} has failed at {step_words(b)}")
     elif b["state"] != "running" or s.differs or not s.alive:
@@ -180,7 +181,6 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
         evidence.append(
             _item("/proc", wall, f"{len(storage)} thread(s) wait for a disk: {', '.join(storage[:4])}", None)
         )
-    alive = "yes" if not s.alive else "no"
     return {
         "schema": "eyas.why/1",
         "target": {
@@ -194,7 +194,7 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
         "grade": "established",
         "sentence": sentence,
         "questions": {
-            "finished": {"answer": alive if state != "failed" else "no", "evidence": f"the beat says {b['state']}"},
+            "finished": {"answer": "yes" if state == "finished" else "no", "evidence": f"the beat says {b['state']}"},
             "crashed": {"answer": "yes" if state == "failed" else "no", "evidence": f"the beat says {b['state']}"},
             "stalled": {"answer": "no", "evidence": f"last movement {max(0.0, s.still):.1f} s ago"},
             "only_quiet": {"answer": "yes" if state == "quiet" else "no", "evidence": f"phase: {phase}"},
