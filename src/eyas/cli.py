@@ -28,10 +28,36 @@ VerifierPath = Annotated[
     str, typer.Option("--verifier-path", help="The verifier: a folder with config.json and safetensors, or a hub id")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")]
+CodecOption = Annotated[str, typer.Option(help="bf16, or 8-bit states: fp8, int8")]
+LastOption = Annotated[str, typer.Option(help="Rows of the last state: all, or trained (of trained tokens alone)")]
 DtypeOption = Annotated[str, typer.Option(help="auto (bf16 where the hardware computes it), bf16, fp32")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the code that the verifier's folder brings")
 ]
+
+
+def layer_list(text: str | None) -> Any:
+    """2,30,58 as three numbers; EyasError for anything else."""
+    from eyas.errors import EyasError
+
+    if text is None:
+        return None
+    try:
+        return tuple(int(k) for k in text.split(","))
+    except ValueError:
+        raise EyasError(f"--layers {text}: name three numbers, as 2,30,58") from None
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The JSON object that an option holds; EyasError where it is none."""
+    import json
+
+    from eyas.errors import EyasError
+
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        raise EyasError(f'{option} {text}: give a JSON object, as {{"tensor_parallel_size": 8}}') from None
 
 
 @app.command()
@@ -72,7 +98,21 @@ def capture(
     layers: Annotated[
         str | None, typer.Option(help="HF indices of the three states, as 2,30,58; default 2, n//2, n-3")
     ] = None,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass")] = 4096,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass (local)")] = 4096,
+    engine: Annotated[str, typer.Option(help="local (transformers, in this process) or vllm")] = "local",
+    regenerate: Annotated[
+        bool, typer.Option("--regenerate", help="vllm: answer anew, and keep the states of the same pass")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest new answer")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="Of new answers; 0 is greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Of new answers")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of new answers")] = 0,
+    in_flight: Annotated[int, typer.Option(min=1, help="vllm: sequences in the engine at a time")] = 64,
+    engine_args: Annotated[
+        str, typer.Option(help='vllm: more of its engine\'s arguments, as {"tensor_parallel_size": 8}')
+    ] = "{}",
+    codec: CodecOption = "bf16",
+    last: LastOption = "all",
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
@@ -81,20 +121,50 @@ def capture(
     from eyas.errors import EyasError
     from eyas.record.record import Record
 
-    chosen: Any = None
-    if layers is not None:
-        try:
-            chosen = tuple(int(k) for k in layers.split(","))
-        except ValueError:
-            raise EyasError(f"--layers {layers}: name three numbers, as 2,30,58") from None
     with Record(output_dir / "record", "eyas capture", unit="sample") as record:
-        from eyas.capture.local import capture as run
+        from eyas.capture import local, vllm
         from eyas.verifier import Verifier
 
-        run(
-            Verifier(verifier_path, trust_remote_code=trust_remote_code), prepared, output_dir, layers=chosen,
-            batch_tokens=batch_tokens, dtype=dtype, device=device, say=record.line, record=record,
-        )  # fmt: skip
+        chosen = layer_list(layers)
+        verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
+        if engine == "vllm":
+            if codec != "bf16" or last != "all":
+                raise EyasError("--codec and --last need --engine local: capture, then eyas store convert")
+            more = json_object("--engine-args", engine_args)
+            if trust_remote_code:
+                more["trust_remote_code"] = True
+            answers = vllm.Answers(max_new_tokens, temperature, top_p, seed) if regenerate else None
+            vllm.capture(
+                verifier,
+                prepared,
+                output_dir,
+                layers=chosen,
+                dtype=dtype,
+                answers=answers,
+                in_flight=in_flight,
+                engine_args=more,
+                say=record.line,
+            )
+            return
+        if engine != "local":
+            raise EyasError(f"--engine {engine}: local or vllm")
+        if regenerate:
+            raise EyasError(
+                "--regenerate needs --engine vllm; without it: eyas prepare --regenerate, then eyas capture"
+            )
+        local.capture(
+            verifier,
+            prepared,
+            output_dir,
+            layers=chosen,
+            batch_tokens=batch_tokens,
+            codec=codec,
+            last=last,
+            dtype=dtype,
+            device=device,
+            say=record.line,
+            record=record,
+        )
 
 
 @app.command()
@@ -139,6 +209,9 @@ def train(
     ] = None,
     val_ratio: Annotated[float | None, typer.Option(help="Share of samples kept for validation [0.1]")] = None,
     num_workers: Annotated[int | None, typer.Option(help="Threads that read [4]")] = None,
+    cache_gb: Annotated[
+        str | None, typer.Option(help="Page cache to count on, GB: a fixed part of the data stays in it [auto]")
+    ] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Drafter's MLP [the verifier's]")] = None,
     num_heads: Annotated[int | None, typer.Option(help="Drafter's heads [the verifier's]")] = None,
     num_kv_heads: Annotated[int | None, typer.Option(help="Drafter's key/value heads [the verifier's]")] = None,
@@ -214,9 +287,61 @@ def evaluate(
 
 
 @app.command()
+def bench(
+    checkpoint: Annotated[Path, typer.Argument(help="A run directory, or a folder that the engine loads")],
+    verifier_path: Annotated[str | None, typer.Option(help="Default: the run's")] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="Conversations to ask; default: those the run kept for validation")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts, at most")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each")] = 64,
+    draft_tokens: Annotated[int, typer.Option(min=1, max=16, help="Drafts a round")] = 3,
+    sweep: Annotated[str | None, typer.Option(help="Several of them, as 1..7 or 1,3,5; names the best")] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Sequences at a time")] = 16,
+    singles: Annotated[int, typer.Option(min=1, help="Prompts of the one-stream run")] = 8,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the sampled run")] = 1.0,
+    dtype: DtypeOption = "auto",
+    url: Annotated[str | None, typer.Option(help="A server with the drafter, instead of starting vLLM")] = None,
+    url_alone: Annotated[str | None, typer.Option(help="A server without it")] = None,
+    engine_python: Annotated[str | None, typer.Option(help="A Python that has vLLM; default: this one")] = None,
+    engine_args: Annotated[str, typer.Option(help='More of vLLM\'s arguments, as {"tensor_parallel_size": 8}')] = "{}",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show that outputs differ at near-ties only (loads the verifier twice)")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; default bench.json in the run")] = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Measure a drafter in the engine that serves it: accept length, speed with and without, equal outputs."""
+    from eyas.evaluate.engines import BenchOptions, drafts_of
+    from eyas.evaluate.engines import bench as run
+
+    options = BenchOptions(
+        verifier_path=verifier_path,
+        prompts=prompts or [],
+        count=count,
+        max_new_tokens=max_new_tokens,
+        draft_tokens=drafts_of(sweep) if sweep else (draft_tokens,),
+        streams=streams,
+        singles=singles,
+        temperature=temperature,
+        dtype=dtype,
+        url=url,
+        url_alone=url_alone,
+        engine_python=engine_python,
+        engine_args=json_object("--engine-args", engine_args),
+        explain=explain,
+        trust_remote_code=trust_remote_code,
+    )
+    run(checkpoint, options, output, say)
+
+
+@app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A run directory (its best checkpoint) or a checkpoint folder")],
     output_dir: Annotated[Path, typer.Option(help="Where the engines' checkpoint goes")],
+    form: Annotated[
+        str, typer.Option("--format", help="eagle3 (SGLang and vLLM), or speculators (vLLM and speculators' tools)")
+    ] = "eagle3",
     verifier_path: Annotated[str | None, typer.Option(help="Default: the run's")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: bf16 or fp32")] = "bf16",
     with_embedding: Annotated[
@@ -230,12 +355,209 @@ def export(
     run(
         checkpoint,
         output_dir,
+        form=form,
         verifier_path=verifier_path,
         dtype=dtype,
         with_embedding=with_embedding,
         trust_remote_code=trust_remote_code,
         say=say,
     )
+
+
+store_app = typer.Typer(name="store", help="Look at stores of states, and put them together.", no_args_is_help=True)
+app.add_typer(store_app)
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of words")]
+
+
+@store_app.command(name="info")
+def store_info(
+    data: Annotated[Path, typer.Argument(help="A store, or a folder of data_*.pt files")], as_json: JsonOption = False
+) -> None:
+    """Sizes, lengths and trained share, from the index alone."""
+    import json
+
+    from eyas.store.info import describe, info
+
+    told = info(data)
+    say(json.dumps(told, indent=1, ensure_ascii=False) if as_json else describe(told))
+
+
+@store_app.command(name="merge")
+def store_merge(
+    folders: Annotated[list[Path], typer.Argument(help="The stores to merge; they stay as they are")],
+    output_dir: Annotated[Path, typer.Option(help="The merged store; what is there already stays")],
+    as_json: JsonOption = False,
+) -> None:
+    """Many stores of one verifier into one. On one file system no state is copied. Started again, it goes on."""
+    import json
+
+    from eyas.store.info import size
+    from eyas.store.merge import merge
+
+    done = merge(folders, output_dir, (lambda _: None) if as_json else say)
+    if as_json:
+        say(json.dumps(done.to_dict(), indent=1, ensure_ascii=False))
+        return
+    for name, why in done.damaged:
+        say(f"left out {name}: {why}")
+    say(
+        f"{output_dir}: {done.samples:,} samples, {done.added:,} added · {done.duplicates:,} were there already "
+        f"({done.differing:,} of them with other states) · {size(done.linked)} linked, {size(done.copied)} copied"
+    )
+
+
+@store_app.command(name="check")
+def store_check(
+    data: Annotated[Path, typer.Argument(help="A store, or a folder of another tool's files")],
+    verifier_path: Annotated[str | None, typer.Option(help="Also ask its head whether it understands them")] = None,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="Leave faulty samples out from now on (quarantine.json)")
+    ] = False,
+    against: Annotated[Path | None, typer.Option(help="What it was converted from: compare with that")] = None,
+    num_workers: Annotated[int, typer.Option(min=1, help="Threads that read")] = 4,
+    as_json: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Look at every sample: checksums, NaN, zeros, copies, shifted rows. Exit code 1: faults were found."""
+    import json
+
+    from eyas.store.check import check
+    from eyas.verifier import Verifier
+
+    verifier = None if verifier_path is None else Verifier(verifier_path, trust_remote_code=trust_remote_code)
+    quiet = (lambda _line: None) if as_json else say
+    report = check(data, verifier, quarantine=quarantine, against=against, threads=num_workers, say=quiet)
+    if as_json:
+        say(json.dumps(report, indent=1, ensure_ascii=False))
+    raise typer.Exit(0 if report["ok"] else 1)
+
+
+@store_app.command(name="convert")
+def store_convert(
+    data: Annotated[Path, typer.Argument(help="A store, or a folder of another tool's files")],
+    output_dir: Annotated[Path, typer.Argument(help="The store that is made of it")],
+    verifier_path: Annotated[str | None, typer.Option(help="Whose states they are; a store says it itself")] = None,
+    codec: CodecOption = "bf16",
+    last: LastOption = "all",
+    num_workers: Annotated[int, typer.Option(min=1, help="Threads that read")] = 4,
+    as_json: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Make a store of any source, or a store in another codec. Started again, it goes on. Exit code 1: some lost."""
+    import json
+
+    from eyas.store.convert import convert
+    from eyas.verifier import Verifier
+
+    verifier = None if verifier_path is None else Verifier(verifier_path, trust_remote_code=trust_remote_code)
+    quiet = (lambda _line: None) if as_json else say
+    report = convert(data, output_dir, verifier, codec=codec, last=last, threads=num_workers, say=quiet)
+    if as_json:
+        say(json.dumps(report, indent=1, ensure_ascii=False))
+    raise typer.Exit(1 if report["skipped"] else 0)
+
+
+@app.command()
+def plan(
+    verifier_path: VerifierPath,
+    data_dir: Annotated[Path | None, typer.Option(help="A store, or a folder of another tool's files")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Instead of data: how many tokens there will be")] = None,
+    trained_share: Annotated[float, typer.Option(min=0, max=1, help="Of those tokens")] = 0.5,
+    gpu: Annotated[str | None, typer.Option(help="The GPU that will train, as H100; default: real steps here")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many of them, fed by one disk")] = 1,
+    utilisation: Annotated[float, typer.Option(min=0.01, max=1, help="Of the GPU's published peak")] = 0.5,
+    disk_gb_s: Annotated[float | None, typer.Option(min=0.001, help="What the disk gives; default: measured")] = None,
+    ram_gb: Annotated[
+        float | None, typer.Option(min=0, help="Memory of the machine that trains; default: this one's")
+    ] = None,
+    codec: CodecOption = "bf16",
+    last: LastOption = "all",
+    draft_vocab: Annotated[int, typer.Option(min=1, help="Tokens in the draft vocabulary")] = 32_000,
+    vocab_mapping_dir: Annotated[Path | None, typer.Option(help="Or its folder, for real steps")] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Where a capture would go: is there room?")] = None,
+    epochs: Annotated[int, typer.Option(min=1)] = 10,
+    max_seq_len: Annotated[int, typer.Option(min=4, help="Longer samples are cut to this many tokens")] = 2048,
+    batch_tokens: Annotated[int | None, typer.Option(min=4, help="Tokens of one packed batch [max-seq-len]")] = None,
+    ttt_steps: Annotated[int, typer.Option(min=1, max=16, help="Training-time test steps")] = 3,
+    num_workers: Annotated[int, typer.Option(min=0, help="Threads that read")] = 4,
+    intermediate_size: Annotated[int | None, typer.Option(help="Drafter's MLP [the verifier's]")] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Drafter's heads [the verifier's]")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="Drafter's key/value heads [the verifier's]")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Drafter's head size [the verifier's]")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Before a run: bytes, disk, step time, memory, hours, what binds, and the cheapest remedy."""
+    import json
+
+    from eyas.config import load_config
+    from eyas.errors import EyasError
+    from eyas.plan.report import lines
+    from eyas.plan.run import Asked, make_plan
+
+    if (data_dir is None) == (tokens is None):
+        raise EyasError("name the data (--data-dir), or how many tokens there will be (--tokens)")
+    names = (
+        "verifier_path", "vocab_mapping_dir", "epochs", "max_seq_len", "batch_tokens", "ttt_steps", "num_workers",
+        "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device", "trust_remote_code",
+    )  # fmt: skip
+    given = locals()
+    settings = {name: given[name] for name in names}
+    config = load_config({**settings, "data_dir": data_dir or Path(), "output_dir": Path()})
+    asked = Asked(
+        config, tokens, trained_share, gpu, gpus, utilisation, disk_gb_s, ram_gb, codec, last, draft_vocab, output_dir
+    )
+    report = make_plan(asked, (lambda _line: None) if as_json else say)
+    for line in [json.dumps(report, indent=1, ensure_ascii=False)] if as_json else lines(report):
+        say(line)
+
+
+@app.command(name="import")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="Somebody's EAGLE-3 drafter: a folder with config.json and weights")],
+    verifier_path: VerifierPath,
+    output_dir: Annotated[Path, typer.Option(help="Where the checkpoint folder goes")],
+    layers: Annotated[
+        str | None, typer.Option(help="HF indices it was trained on, where its config.json does not settle them")
+    ] = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Somebody's drafter -> a checkpoint folder of ours, its vocabulary kept: to evaluate it or to train it further."""
+    from eyas.importing import import_drafter as run
+
+    chosen = layer_list(layers)
+    run(folder, verifier_path, output_dir, layers=chosen, trust_remote_code=trust_remote_code, say=say)
+
+
+@app.command()
+def check(
+    folder: Annotated[Path, typer.Argument(help="An EAGLE-3 drafter's folder, whoever wrote it, or a run directory")],
+    verifier_path: Annotated[
+        str | None, typer.Option(help="Its verifier; more is checked and repaired with it")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="sglang or vllm: judge for this one only")] = None,
+    layers: Annotated[str | None, typer.Option(help="HF indices it was trained on, as 2,30,58, if you know")] = None,
+    fix: Annotated[Path | None, typer.Option(help="A new folder for a repaired copy")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The answer as JSON")] = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """What engines will do with a drafter. Exit code 0: fine, 1: works with remarks, 2: broken."""
+    from eyas.check.run import check as run
+
+    chosen = layer_list(layers)
+    code = run(
+        folder,
+        verifier_path=verifier_path,
+        engine=engine,
+        layers=chosen,
+        fix=fix,
+        as_json=as_json,
+        trust_remote_code=trust_remote_code,
+        say=say,
+    )
+    sys.exit(code)
 
 
 OWN_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -33,6 +33,9 @@ class TrainConfig(BaseModel):
     batch_tokens: int | None = Field(None, ge=4, description="Tokens of one packed batch; default max_seq_len")
     val_ratio: float = Field(0.1, ge=0, lt=1, description="Share of the samples kept for validation")
     num_workers: int = Field(4, ge=0, description="Threads that read; 0 reads in the training loop")
+    cache_gb: Literal["auto"] | Annotated[float, Field(ge=0)] = Field(
+        "auto", description="Page cache to count on, in GB: a fixed part of the data stays in it, the rest goes past it"
+    )
 
     ttt_steps: int = Field(3, ge=1, le=16, description="Training-time test steps K")
     ttt_warmup_epochs: int = Field(0, ge=0, description="First epochs that train TTT step 0 alone, at 0.4 of the cost")

@@ -1,4 +1,8 @@
-"""`eyas export`: the checkpoint that engines load, how to serve it, and a card that says how good it is."""
+"""`eyas export`: the checkpoint that engines load, how to serve it, and a card that says how good it is.
+
+`eagle3` is the contract's form, for SGLang and vLLM. `speculators` is for vLLM and for the speculators library: one
+folder that `vllm serve FOLDER` loads with its verifier, and that speculators' own tools read.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from eyas.device import parse_dtype
-from eyas.drafter.checkpoint import checkpoint_layers, load_checkpoint, save_checkpoint
+from eyas.drafter.checkpoint import checkpoint_layers, load_checkpoint, save_checkpoint, save_speculators
 from eyas.errors import EyasError
 from eyas.evaluate.run import check_verifier, find_checkpoint, slashed
 from eyas.files import write_whole
 from eyas.verifier import Verifier
+
+FORMS = ("eagle3", "speculators")
 
 
 def export(
     path: Path,
     output_dir: Path,
     *,
+    form: str = "eagle3",
     verifier_path: str | None = None,
     dtype: str = "bf16",
     with_embedding: bool = False,
@@ -28,9 +35,12 @@ def export(
 ) -> Path:
     """Write the checkpoint of `path` (a run directory or a checkpoint) for SGLang and vLLM; returns the folder.
 
-    dtype: of the weights, "bf16" or "fp32". with_embedding: also store the verifier's embedding, which engines share
-    with the verifier when it is left out. Raises EyasError.
+    form: "eagle3" or "speculators". dtype: of the weights, "bf16" or "fp32". with_embedding: also store the verifier's
+    embedding, which engines share with the verifier when it is left out (speculators' form has it always).
+    Raises EyasError.
     """
+    if form not in FORMS:
+        raise EyasError(f"--format {form}: {' or '.join(FORMS)}")
     folder, run = find_checkpoint(path)
     verifier_path = verifier_path or run.get("verifier_path")
     if not verifier_path:
@@ -39,27 +49,25 @@ def export(
         raise EyasError(f"{output_dir} holds other files: name a new folder, or one that an export made")
     verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
     check_verifier(folder, verifier)
-    drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding() if with_embedding else None)
+    embed = with_embedding or form == "speculators"
+    drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding() if embed else None)
     layers = checkpoint_layers(folder, verifier.config)
-    save_checkpoint(
-        output_dir,
-        drafter,
-        vocab,
-        verifier.config,
-        layers,
-        dtype=parse_dtype(dtype),
-        with_embedding=with_embedding,
-    )
     figures = _figures(run, folder)
+    k = figures["decode"]["draft_tokens"] if figures else 3
+    about, torch_dtype = verifier.config, parse_dtype(dtype)
+    if form == "speculators":
+        save_speculators(output_dir, drafter, vocab, about, layers, verifier_path, k, torch_dtype)
+    else:
+        save_checkpoint(output_dir, drafter, vocab, about, layers, dtype=torch_dtype, with_embedding=with_embedding)
+    commands = serve_commands(verifier_path, output_dir, k, form)
     parameters = sum(p.numel() for p in drafter.parameters())
     try:
-        text = card(verifier, verifier_path, output_dir, layers, figures, parameters, run)
+        text = card(verifier, commands, layers, figures, parameters, run)
         write_whole(output_dir / "README.md", text.encode())
     except OSError as e:
         raise EyasError(f"cannot write {output_dir / 'README.md'}: {e.strerror or e}") from None
     say(f"exported {folder.name} to {output_dir} ({dtype})")
-    k = figures["decode"]["draft_tokens"] if figures else 3
-    for engine, command in serve_commands(verifier_path, output_dir, k).items():
+    for engine, command in commands.items():
         say(f"serve with {engine}:\n  {command}")
     return output_dir
 
@@ -72,12 +80,18 @@ def _may_replace(folder: Path) -> bool:
     if not names:
         return True
     ours = names <= {"config.json", "model.safetensors", "README.md"} and "config.json" in names
-    return ours and "LlamaForCausalLMEagle3" in (folder / "config.json").read_text(errors="replace")
+    text = (folder / "config.json").read_text(errors="replace") if ours else ""
+    return "LlamaForCausalLMEagle3" in text or '"speculators_model_type": "eagle3"' in text
 
 
-def serve_commands(verifier_path: str, drafter_dir: Path, draft_tokens: int) -> dict[str, str]:
-    """The exact command for each engine. With `EAGLE` in place of `EAGLE3` SGLang accepts nothing, without a word."""
+def serve_commands(verifier_path: str, drafter_dir: Path, draft_tokens: int, form: str = "eagle3") -> dict[str, str]:
+    """The exact command for each engine that loads this form.
+
+    With `EAGLE` in place of `EAGLE3` SGLang accepts nothing, without a word.
+    """
     v, d = shlex.quote(str(verifier_path)), shlex.quote(str(drafter_dir))
+    if form == "speculators":
+        return {"vLLM": f"vllm serve {d}"}
     config = json.dumps({"method": "eagle3", "model": str(drafter_dir), "num_speculative_tokens": draft_tokens})
     return {
         "SGLang": (
@@ -100,14 +114,13 @@ def _figures(run: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
 def card(
     verifier: Verifier,
-    verifier_path: str,
-    folder: Path,
+    commands: dict[str, str],
     layers: tuple[int, ...],
     figures: dict[str, Any] | None,
     parameters: int,
     run: dict[str, Any],
 ) -> str:
-    """The model card, in Markdown."""
+    """The model card, in Markdown. commands: how to serve it, by engine."""
     name = verifier.config.name
     lines = [
         "---",
@@ -138,8 +151,7 @@ def card(
             lines.append(f"| simulated accept length at temperature 1 (validation) | {v['accept_length']:.2f} |")
         lines.append("")
     lines += ["## Serve it", ""]
-    k = figures["decode"]["draft_tokens"] if figures else 3
-    for engine, command in serve_commands(verifier_path, folder, k).items():
+    for engine, command in commands.items():
         lines += [f"{engine}:", "```", command, "```"]
     keep = (
         "epochs",

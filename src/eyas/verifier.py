@@ -168,9 +168,9 @@ class Verifier:
             digest.update(part.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def embedding(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The input embedding, [V, Ht]."""
-        return self._matrix(self._embedding_name(), None, dtype)
+    def embedding(self, dtype: torch.dtype = torch.float32, rows: Tensor | None = None) -> Tensor:
+        """The input embedding, [V, Ht]; with `rows` (ids, [R]) those rows in that order, [R, Ht]."""
+        return self._matrix(self._embedding_name(), rows, dtype)
 
     def final_norm(self) -> FinalNorm:
         """The norm between the last layer and the head, weight [Ht] float32."""

@@ -81,10 +81,11 @@ def commands(tiny: Tiny, run: Path, output: Path, verifier: object) -> dict[str,
         "train": train_arguments(tiny, output, verifier_path=verifier),
         "eval": ["eval", run, *v, "--output", output / "eval.json", "--dtype", "fp32", "--prompts", 2],
         "export": ["export", run, *v, "--output-dir", output],
+        "import": ["import", run / "best", *v, "--output-dir", output],
     }
 
 
-COMMANDS = ("prepare", "capture", "vocab", "train", "eval", "export")
+COMMANDS = ("prepare", "capture", "vocab", "train", "eval", "export", "import")
 
 
 # -- the verifier ------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def test_a_folder_that_is_no_verifier(tiny: Tiny, run: Path, tmp_path: Path, eya
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["capture", "vocab", "train", "eval", "export"])
+@pytest.mark.parametrize("name", ["capture", "vocab", "train", "eval", "export", "import"])
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -331,6 +332,31 @@ def test_a_checkpoint_that_is_none(tiny: Tiny, run: Path, tmp_path: Path, eyas: 
     assert not (tmp_path / "out").exists()
 
 
+def test_check_has_an_exit_code_of_its_own_and_refuses_in_one_line(
+    tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas
+) -> None:
+    v = ("--verifier-path", tiny.verifier)
+    fine = eyas("check", run, *v)
+    assert (fine.code, fine.err, fine.out[-1]) == (0, [], "fine")
+    broken = tmp_path / "broken"
+    shutil.copytree(run / "best", broken)
+    tensors = load_file(broken / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if n != "lm_head.weight"}, broken / "model.safetensors")
+    said = eyas("check", broken, *v, "--json")
+    assert (said.code, said.err) == (2, []) and json.loads("\n".join(said.out))["verdict"] == "broken"
+    fixed = eyas("check", broken, *v, "--fix", tmp_path / "fixed")
+    assert (fixed.code, fixed.out[-1]) == (0, "fine")
+    assert_refused(eyas("check", broken, "--fix", tmp_path / "out"), "nothing was written", "--verifier-path")
+    assert_refused(eyas("check", broken, *v, "--fix", broken), "is there already")
+    assert_refused(eyas("check", broken, *v, "--layers", "two"), "--layers two: name three numbers")
+    assert_refused(eyas("check", broken, *v, "--engine", "llama.cpp"), "name sglang or vllm")
+    assert_refused(eyas("check", tmp_path / "nowhere"), "is no folder")
+    assert_refused(eyas("check", tiny.store), "config.json is missing")
+    (tmp_path / "file").touch()
+    assert_refused(eyas("check", broken, *v, "--fix", tmp_path / "file" / "out"), "Not a directory")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_drafter_is_not_evaluated_on_states_of_other_layers(
     tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas
 ) -> None:
@@ -418,6 +444,8 @@ def test_an_output_that_must_not_be_written(tiny: Tiny, run: Path, disk: Disk, e
         ("eval", 0, []),
         ("export", 0, []),
         ("export", 64, []),
+        ("import", 0, []),
+        ("import", 64, []),
     ],
 )
 def test_a_full_output(
@@ -456,7 +484,7 @@ def test_a_disk_that_fills_up_during_capture_keeps_what_is_recorded_and_goes_on_
     tiny: Tiny, disk: Disk, eyas: Eyas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.mount("size=16m")
-    monkeypatch.setattr("eyas.capture.local._check_space", lambda *_: None)  # somebody else fills it meanwhile
+    monkeypatch.setattr("eyas.capture.local.check_space", lambda *_: None)  # somebody else fills it meanwhile
     disk.fill(900)
     arguments = commands(tiny, tmp_path, disk.path / "out", tiny.verifier)["capture"]
     result = eyas(*arguments, "--batch-tokens", 100)

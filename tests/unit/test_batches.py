@@ -157,7 +157,7 @@ def test_any_number_of_threads_gives_the_same_batches_in_the_same_order(source: 
 def test_a_damaged_sample_stops_the_loader_with_its_name(tmp_path: Path, threads: int) -> None:
     source = write_store(tmp_path / "store", [answer(3, 20)] * 6)
     (shard,) = (tmp_path / "store").glob("shard-*")
-    record: Any = source._records[4]  # type: ignore[attr-defined]
+    record: Any = source.records[4]  # type: ignore[attr-defined]
     with shard.open("r+b") as file:
         file.seek(record.parts[1].offset + 9)
         file.write(b"\x55\x55")

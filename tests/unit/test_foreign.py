@@ -12,32 +12,13 @@ import pytest
 import torch
 
 from eyas.errors import EyasError
-from eyas.store import foreign
 from eyas.store.agreement import agreement, norm_side
+from eyas.store.foreign import founding, index
+from eyas.store.foreign.index import KEPT_NAME
 from eyas.store.reader import open_source
 from eyas.verifier import FinalNorm, Verifier
 
-COUNT = 12
-
-
-@pytest.fixture(scope="session")
-def on_policy(tiny_verifier: Path) -> list[dict[str, Any]]:
-    """What the verifier says to random prompts: {input_ids, loss_mask, before, after (the four states, float32)}."""
-    model = Verifier(tiny_verifier).load_model(torch.float32)
-    kept: list[torch.Tensor] = []
-    model.model.norm.register_forward_pre_hook(lambda _m, args: kept.append(args[0]))
-    samples, rng = [], torch.Generator().manual_seed(0)
-    for i in range(COUNT):
-        prompt = torch.randint(3, 300, (1, 5 + i), generator=rng)
-        with torch.inference_mode():
-            ids = model.generate(prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0)
-            kept.clear()
-            states = model(ids, output_hidden_states=True).hidden_states
-        aux = [states[k][0].clone() for k in (2, 4, 5)]
-        mask = torch.arange(ids.shape[1]) >= prompt.shape[1]
-        sample = {"input_ids": ids[0].clone(), "loss_mask": mask.long()}
-        samples.append({**sample, "before": [*aux, kept[0][0].clone()], "after": [*aux, states[-1][0].clone()]})
-    return samples
+COUNT = 12  # of the fixture on_policy
 
 
 def save(
@@ -191,8 +172,8 @@ def test_the_index_is_built_once_and_again_when_a_file_changes(
     tmp_path: Path, on_policy: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, looked = save(tmp_path / "d", on_policy), []
-    real = foreign._look
-    monkeypatch.setattr(foreign, "_look", lambda path: looked.append(path.name) or real(path))
+    real = founding.look
+    monkeypatch.setattr(founding, "look", lambda path, top: looked.append(path.name) or real(path, top))
     first = open_source(folder)
     assert len(looked) == COUNT
     second = open_source(folder)
@@ -207,10 +188,25 @@ def test_the_index_is_built_once_and_again_when_a_file_changes(
     assert third.tokens(5)[0].tolist() == on_policy[6]["input_ids"].tolist()
 
 
+def test_a_long_index_build_says_where_it_is(
+    tmp_path: Path, on_policy: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, said = save(tmp_path / "d", on_policy * 4), list[str]()
+    (folder / "data_7.pt").write_bytes(b"torn")
+    monkeypatch.setattr(index, "SAY_SECONDS", 0)
+    monkeypatch.setattr(index, "_TOGETHER", 5)
+    open_source(folder, say=said.append)
+    assert said[-1].startswith("index 48/48 samples · ")
+    assert said[-1].endswith(" a second · 1 left out · 0 s left")
+    again = list[str]()
+    open_source(folder, say=again.append)
+    assert again == []
+
+
 def test_a_damaged_index_is_not_believed(tmp_path: Path, on_policy: list[Any]) -> None:
     folder = save(tmp_path / "d", on_policy)
     open_source(folder)
-    index = folder / foreign.INDEX
+    index = folder / KEPT_NAME
     data = bytearray(index.read_bytes())
     data[-3] ^= 4
     index.write_bytes(data)
@@ -223,15 +219,15 @@ def test_where_the_folder_cannot_be_written_the_index_is_kept_elsewhere(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = save(tmp_path / "d", on_policy)
-    (folder / foreign.INDEX).mkdir()  # what root cannot overwrite either
+    (folder / KEPT_NAME).mkdir()  # what root cannot overwrite either
     open_source(folder)
     assert len(list((tmp_path / "cache" / "eyas").glob("index-*.safetensors"))) == 1
-    monkeypatch.setattr(foreign, "_look", lambda _path: pytest.fail("the kept index was not used"))
+    monkeypatch.setattr(founding, "look", lambda *_: pytest.fail("the kept index was not used"))
     assert open_source(folder).ids[0] == "data_0.pt"
 
 
 def test_a_file_that_vanishes_later_is_one_line(tmp_path: Path, on_policy: list[Any]) -> None:
     source = open_source(save(tmp_path / "d", on_policy[:2]))
     (tmp_path / "d" / "data_1.pt").unlink()
-    with pytest.raises(EyasError, match=r"data_1\.pt cannot be read any more"):
+    with pytest.raises(EyasError, match=r"data_1\.pt is missing"):
         source.states(1)

@@ -12,7 +12,8 @@
     embed_tokens.weight                           [V, H]    on demand: both engines share the verifier's
 
 d2t and t2d are left out when the draft vocabulary is the whole one. `midlayer.*` is the one naming that old and new
-SGLang and vLLM all take. Sources: the loaders of SGLang 0.5 (`llama_eagle3.py`) and of vLLM 0.32 (`llama_eagle3.py`).
+SGLang and vLLM all take. What engines do with other folders is in `conventions.py`, speculators' form in
+`speculators.py`; any trainer's folder of a drafter that computes this same function is read.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from eyas.drafter.conventions import SGLANG_FIRST_IS_ONE, USELESS, parameters, read_by_sglang
+from eyas.drafter.folder import CONFIG, FLOATS, WEIGHTS, DrafterFolder
 from eyas.drafter.model import Drafter, DrafterConfig
+from eyas.drafter.speculators import speculators_config, speculators_name
 from eyas.errors import EyasError
 from eyas.verifier import VerifierConfig
 from eyas.vocab import DraftVocab
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# SGLang reads a list that starts with 1 as k - 1 in these families, and any other list as k.
-SGLANG_FIRST_IS_ONE = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite")
+LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
+# Settings of other drafters that make another function than the one computed here.
+OTHER_FUNCTION = ("norm_before_residual", "norm_before_fc", "fc_norm", "use_aux_norm", "norm_output")
 
 
 def config_json(
@@ -110,23 +114,57 @@ def save_checkpoint(
     with_embedding: bool = False,
     more: dict[str, Any] | None = None,
 ) -> None:
-    """Write `folder` whole or not at all (a side folder, synced and renamed); an older one is replaced.
+    """Write `folder` whole or not at all; an older one is replaced.
 
     more: further files, by name, as JSON values. Raises EyasError when the disk refuses.
     """
     config = config_json(drafter.config, verifier, layers, str(dtype).removeprefix("torch."))
+    write_folder(folder, tensors_of(drafter, vocab, dtype, with_embedding), {CONFIG: config, **(more or {})})
+
+
+def save_speculators(
+    folder: Path,
+    drafter: Drafter,
+    vocab: DraftVocab,
+    verifier: VerifierConfig,
+    layers: tuple[int, ...],
+    verifier_path: str,
+    draft_tokens: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """The same in speculators' form, with the embedding, as `save_checkpoint` does it.
+
+    verifier_path: what `vllm serve FOLDER` is to load beside it; draft_tokens: proposed a round.
+    """
+    config = config_json(drafter.config, verifier, layers, str(dtype).removeprefix("torch."))
+    told = json.loads((verifier.path / CONFIG).read_bytes()).get("architectures") or []
+    nested = speculators_config(config, layers, verifier_path, told, draft_tokens)
+    tensors = tensors_of(drafter, vocab, dtype, with_embedding=True)
+    write_folder(folder, {speculators_name(n): t for n, t in tensors.items()}, {CONFIG: nested})
+
+
+def tensors_of(drafter: Drafter, vocab: DraftVocab, dtype: torch.dtype, with_embedding: bool) -> dict[str, Tensor]:
+    """The tensors of the contract, by name."""
     tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in drafter.named_parameters()}
     if vocab.size < vocab.vocab_size:
         tensors["d2t"] = torch.from_numpy(vocab.d2t)
         tensors["t2d"] = torch.from_numpy(vocab.t2d)
     if with_embedding:
         tensors["embed_tokens.weight"] = drafter.embedding.to("cpu", dtype).contiguous()
+    return tensors
+
+
+def write_folder(folder: Path, tensors: dict[str, Tensor], files: dict[str, Any]) -> None:
+    """Weights, and JSON files by name, as a folder that is whole or not there: a side folder, synced and renamed.
+
+    An older folder is replaced. Raises EyasError when the disk refuses.
+    """
     side, old = (folder.with_name(f".{folder.name}.{os.getpid()}{end}") for end in ("", ".old"))
     try:
         shutil.rmtree(side, ignore_errors=True)
         side.mkdir(parents=True)
         save_file(tensors, side / WEIGHTS, metadata={"format": "pt"})
-        for name, value in {CONFIG: config, **(more or {})}.items():
+        for name, value in files.items():
             (side / name).write_text(json.dumps(value, indent=2) + "\n")
         for path in (*side.iterdir(), side):
             _sync(path)
@@ -160,17 +198,11 @@ def load_checkpoint(
 
     embedding: [V, H], the verifier's, used when the checkpoint has none. Raises EyasError in one line.
     """
-    try:
-        c = json.loads((folder / CONFIG).read_text())
-        tensors = load_file(folder / WEIGHTS)
-    except FileNotFoundError as e:
-        raise EyasError(f"{folder} is no drafter checkpoint: {Path(e.filename or WEIGHTS).name} is missing") from None
-    except (OSError, ValueError, SafetensorError) as e:
-        raise EyasError(f"{folder} cannot be read: {' '.join(str(e).split())}") from None
-    if not isinstance(c, dict):
-        raise EyasError(f"{folder}: {CONFIG} is no JSON object")
-    tensors = {name.replace("layers.0.", "midlayer.", 1).removeprefix("model."): t for name, t in tensors.items()}
-    config = _drafter_config(c, verifier, folder)
+    found = DrafterFolder(folder)
+    if reason := other_function(found):
+        raise EyasError(f"{folder}: {reason}")
+    config = _drafter_config(found.config, verifier, folder)
+    tensors = {name: found.tensor(name) for name in found.tensors}
     embedding = tensors.pop("embed_tokens.weight", embedding)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     drafter = Drafter(config, None if embedding is None else embedding.float())
@@ -184,10 +216,46 @@ def load_checkpoint(
     return drafter, _vocab(d2t, t2d, config, folder)
 
 
+def other_function(folder: DrafterFolder) -> str | None:
+    """Why the drafter in `folder` is none that eyas computes, in words; None where it is one."""
+    if folder.kind != "llama":
+        what = "MLA attention" if folder.kind == "mla" else "norms on queries and keys"
+        return f"a drafter with {what}, which eyas does not compute"
+    for flag in OTHER_FUNCTION:
+        if folder.config.get(flag):
+            return f"{flag} true is another function, which eyas does not compute" + (
+                " and SGLang neither" if flag == "norm_before_residual" else ""
+            )
+    if folder.speculators and folder.config.get("norm_before_residual") is None:
+        return f"{CONFIG} does not say norm_before_residual, which readers take for true or for false"
+    known = (*parameters("llama"), "embed_tokens.weight", "d2t", "t2d")
+    more = [t.name for n, t in folder.tensors.items() if n not in known and not n.endswith(USELESS)]
+    if more:
+        return f"{more[0]} is no part of a drafter that eyas computes" + (
+            f" ({len(more)} such)" if len(more) > 1 else ""
+        )
+    wrong = [t for n, t in folder.tensors.items() if n not in ("d2t", "t2d") and t.dtype not in FLOATS]
+    if wrong:
+        return f"{wrong[0].name} is quantised ({wrong[0].dtype}): eyas reads bf16, fp16 and fp32"
+    return None
+
+
 def checkpoint_layers(folder: Path, verifier: VerifierConfig) -> tuple[int, ...]:
-    """HF indices of the states that the checkpoint in `folder` reads: those it names, or the usual ones."""
-    told = json.loads((folder / CONFIG).read_text()).get("eagle_aux_hidden_state_layer_ids")
-    return tuple(told or verifier.capture_layers())
+    """HF indices of the states that the checkpoint in `folder` reads: those it names, or the usual ones.
+
+    The list at the top of config.json is in HF indices, the one in `eagle_config` in SGLang's unit. Raises EyasError
+    where the two name different layers.
+    """
+    config = json.loads((folder / CONFIG).read_bytes())
+    eagle = config.get("eagle_config")
+    top, inner = config.get(LAYER_KEY), eagle.get(LAYER_KEY) if isinstance(eagle, dict) else None
+    meant = read_by_sglang(inner, verifier.model_type, verifier.num_layers) if inner else None
+    if top and inner and tuple(top) != meant:
+        raise EyasError(
+            f"{folder}: {LAYER_KEY} is {list(top)} at the top of {CONFIG} and {list(inner)} in eagle_config, which "
+            "are different layers: run `eyas check` on it"
+        )
+    return tuple(top) if top else meant or verifier.capture_layers()
 
 
 def _drafter_config(c: dict[str, Any], verifier: VerifierConfig, folder: Path) -> DrafterConfig:
@@ -212,10 +280,6 @@ def _drafter_config(c: dict[str, Any], verifier: VerifierConfig, folder: Path) -
         )
     except KeyError as e:
         raise EyasError(f"{folder}/{CONFIG} does not say {e.args[0]}") from None
-    if c.get("norm_before_residual"):
-        raise EyasError(
-            f"{folder}: norm_before_residual true is another function, which SGLang and eyas do not compute"
-        )
     if config.vocab_size != verifier.vocab_size:
         raise EyasError(
             f"{folder} is a drafter for a vocab_size of {config.vocab_size:,}, "
@@ -236,6 +300,8 @@ def _vocab(d2t: Tensor | None, t2d: Tensor | None, config: DrafterConfig, folder
                 f"{folder} has a draft vocabulary of {Vd:,} but no d2t: nobody can know which tokens they are"
             )
         return DraftVocab(np.zeros(V, dtype=np.int64), np.ones(V, dtype=bool))
+    if d2t.is_floating_point():
+        raise EyasError(f"{folder}: d2t was cast to {d2t.dtype} with the weights: `eyas check --fix` can repair it")
     offsets = d2t.numpy().astype(np.int64)
     targets = np.arange(len(offsets)) + offsets
     if len(offsets) != Vd or targets.min() < 0 or targets.max() >= V or (np.diff(targets) <= 0).any():

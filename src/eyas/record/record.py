@@ -294,6 +294,7 @@ class Record:
                     self.nbytes = base + loader.nbytes  # type: ignore[attr-defined]
                 switch(after)
                 yield batch
+                del batch  # its memory is the next one's
         finally:
             self._loader = None
             if hasattr(batches, "close"):

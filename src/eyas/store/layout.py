@@ -10,18 +10,23 @@ so writers need no locks. A shard is an ordinary safetensors file: one tensor [T
 multiple of 4 KiB (direct I/O needs that), the gaps filled by `pad.N` tensors because safetensors allows no holes.
 
 Cost: about 400 bytes of journal per sample, 5 bytes per token in the tokens file, at most 4 KiB of padding per layer
-and sample, 1 MiB of reserved header per shard. Loading the index of 100,000 samples parses 40 MB of JSON (under 1 s).
+and sample, 1 MiB of reserved header per shard. A journal of 100,000 samples is 40 MB of JSON: index.py keeps what it
+says as arrays.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from eyas.errors import EyasError
@@ -30,9 +35,12 @@ from eyas.files import write_whole
 FORMAT = 1
 PAGE = 4096
 MANIFEST = "manifest.json"
+QUARANTINE = "quarantine.json"  # {sample: why}: left out when the folder is opened; `eyas store check` writes it
 OPEN_SUFFIX = ".part"
 BYTES_PER_TOKEN = 5  # in the tokens file: int32 id, uint8 mask
-_SAFETENSORS_DTYPES = {"bfloat16": ("BF16", 2)}
+NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)  # a file system that cannot
+_SAFETENSORS_DTYPES = {"bfloat16": ("BF16", 2), "float8_e4m3fn": ("F8_E4M3", 1), "int8": ("I8", 1)}
+STORED_AS = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8"}  # by codec
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,8 @@ class Manifest:
     layer_unit: "hf" (k is `hidden_states[k]`, the state after k layers) or, in files that do not say, "position".
     norm_side: "before" or "after" the final norm: the side that the last state is on ("unknown" without a verifier).
     source: hash of the tokens and masks that were captured, or "".
+    codec: how values are stored (codecs.py); channels: of int8, the channels' sizes, float32 [layers, Ht] in base64.
+    last_rows: "all", or "trained" where the last layer has only the rows whose token is trained on.
     """
 
     verifier: str
@@ -59,19 +69,37 @@ class Manifest:
     source: str = ""
     layer_unit: str = "hf"
     dtype: str = "bfloat16"
+    codec: str = "bf16"
+    last_rows: str = "all"
+    channels: str = ""
     created: str = ""
     format: int = FORMAT
 
     def differences(self, other: Manifest) -> list[str]:
         """What keeps the two from sharing a store, as "norm_side before, not after"; the time of creation does not."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "created"]
-        return [f"{name} {mine}, not {theirs}" for name, mine, theirs in pairs if mine != theirs]
+        words = {"channels": "the int8 channels have other sizes"}
+        return [words.get(name, f"{name} {mine}, not {theirs}") for name, mine, theirs in pairs if mine != theirs]
 
-    def save(self, folder: Path) -> None:
-        """Write `manifest.json` whole or not at all. Raises OSError."""
+    def create(self, folder: Path) -> None:
+        """Write `manifest.json`, whole, unless somebody else has: of writers that begin at once one wins.
+
+        Raises OSError.
+        """
         content = {**asdict(self), "layers": list(self.layers)}
         text = json.dumps({**content, "check": _digest_of(content)}, indent=1, ensure_ascii=False)
-        write_whole(folder / MANIFEST, text.encode() + b"\n")
+        side = folder / f".{MANIFEST}.{secrets.token_hex(8)}"
+        try:
+            write_whole(side, text.encode() + b"\n")
+            os.link(side, folder / MANIFEST)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in NO_LINKS or (folder / MANIFEST).exists():
+                raise
+            side.rename(folder / MANIFEST)
+        finally:
+            side.unlink(missing_ok=True)
         sync_folder(folder)
 
     @staticmethod
@@ -99,7 +127,7 @@ def _digest_of(content: dict[str, Any]) -> str:
 
 
 class Part(NamedTuple):
-    """One layer of one sample: bytes [offset, offset + nbytes) of the shard file, and their xxh3-64 in hex."""
+    """One layer of a sample, or its scales: bytes [offset, offset + nbytes) of the shard file, their xxh3-64 in hex."""
 
     offset: int
     nbytes: int
@@ -115,9 +143,10 @@ class Record(NamedTuple):
     tokens: int
     trained: int
     dtype: str
-    parts: tuple[Part, ...]  # one per layer of the manifest
+    parts: tuple[Part, ...]  # one per layer of the manifest; of an 8-bit codec two, rows and scales
     text_offset: int  # of this sample in the tokens file
     text_xxh3: str
+    needs: int  # of its first tokens that it takes to train anything, `needs_tokens` of its mask
 
     @property
     def end(self) -> int:
@@ -151,9 +180,13 @@ class Journal(NamedTuple):
 def read_journal(path: Path) -> Journal:
     """Every good line of a journal, and the others by name. Raises EyasError when it cannot be read at all."""
     try:
-        data = path.read_bytes()
+        return parse_journal(path.name, path.read_bytes())
     except OSError as error:
         raise EyasError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse_journal(name: str, data: bytes) -> Journal:
+    """`read_journal` of the bytes of a journal of this name."""
     records: list[Record] = []
     broken: list[tuple[str, str]] = []
     position = good_bytes = 0
@@ -166,9 +199,9 @@ def read_journal(path: Path) -> Journal:
             records.append(record)
             good_bytes = position
         elif position > len(data):
-            broken.append((f"{path.name} line {number}", "is unfinished: its writer is at work, or was stopped"))
+            broken.append((f"{name} line {number}", "is unfinished: its writer is at work, or was stopped"))
         else:
-            broken.append((f"{path.name} line {number}", "does not match its own checksum"))
+            broken.append((f"{name} line {number}", "does not match its own checksum"))
     return Journal(records, broken, good_bytes)
 
 
@@ -179,8 +212,44 @@ def _parse(line: bytes) -> Record | None:
     m = json.loads(line)
     parts = tuple(Part(*p) for p in m["parts"])
     return Record(
-        m["n"], m["id"], m["shard"], m["tokens"], m["trained"], m["dtype"], parts, m["text_offset"], m["text_xxh3"]
+        m["n"],
+        m["id"],
+        m["shard"],
+        m["tokens"],
+        m["trained"],
+        m["dtype"],
+        parts,
+        m["text_offset"],
+        m["text_xxh3"],
+        m.get("needs", UNKNOWN),
     )
+
+
+UNKNOWN = -1  # the first stores do not say what a sample needs: its mask does
+
+
+def needs_tokens(loss_mask: npt.NDArray[Any]) -> int:
+    """How many of a sample's first tokens it takes to train anything; 0 where nothing ever is. loss_mask: [T].
+
+    The first step trains where two neighbouring tokens behind the first one are marked (docs/eagle3.md).
+    """
+    marked = np.asarray(loss_mask, dtype=np.bool_)
+    first = np.flatnonzero(marked[1:-1] & marked[2:])[:1]
+    return int(first[0]) + 3 if len(first) else 0
+
+
+def quarantined(folder: Path) -> dict[str, str]:
+    """Samples that `eyas store check` has shut out of this folder, and why. Raises EyasError for a damaged list."""
+    path = folder / QUARANTINE
+    try:
+        listed = json.loads(path.read_bytes())
+        if not isinstance(listed, dict) or not all(isinstance(why, str) for why in listed.values()):
+            raise ValueError("no object of names and reasons")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise EyasError(f"{path} cannot be read ({error}): restore it, or delete it and check again") from None
+    return listed
 
 
 def journals(folder: Path) -> list[Path]:
@@ -213,14 +282,22 @@ def round_up(size: int, unit: int = PAGE) -> int:
     return -(-size // unit) * unit
 
 
-def sample_bytes(tokens: int, layers: int, hidden_size: int) -> int:
-    """Bytes that a bfloat16 sample takes on disk, its tokens and journal line included."""
-    return layers * round_up(tokens * hidden_size * 2) + tokens * BYTES_PER_TOKEN + 512
+def parts_count(manifest: Manifest) -> int:
+    """Parts of a sample: one per layer, and in an 8-bit codec the scales of each behind it."""
+    return len(manifest.layers) * (1 if manifest.codec == "bf16" else 2)
 
 
-def samples_in_header(header_bytes: int, layers: int) -> int:
-    """How many samples a reserved header surely holds: an entry and its pad take less than 200 bytes."""
-    return (header_bytes - 128) // (200 * layers)
+def sample_bytes(tokens: int, manifest: Manifest) -> int:
+    """Bytes that a sample takes on disk at most, its tokens and journal line included."""
+    layer = round_up(tokens * manifest.hidden_size * 2)
+    if manifest.codec != "bf16":
+        layer = round_up(tokens * manifest.hidden_size) + round_up(tokens * 4)
+    return len(manifest.layers) * layer + tokens * BYTES_PER_TOKEN + 512
+
+
+def samples_in_header(header_bytes: int, parts: int) -> int:
+    """How many samples a reserved header surely holds: a part's entry and its pad take less than 200 bytes."""
+    return (header_bytes - 128) // (200 * parts)
 
 
 def header_entries(
@@ -235,15 +312,19 @@ def header_entries(
             entries[f"pad.{len(entries)}"] = {"dtype": "U8", "shape": [stop - end], "data_offsets": [end, stop]}
 
     for record in records:
-        dtype, width = _SAFETENSORS_DTYPES[record.dtype]
-        for layer, part in zip(layers, record.parts, strict=True):
+        dtype, itemsize = _SAFETENSORS_DTYPES[record.dtype]
+        scaled = record.dtype != "bfloat16"
+        names = [f"{kind}{layer}" for layer in layers for kind in ("hs" if scaled else "h")]
+        for name, part in zip(names, record.parts, strict=True):
             start = part.offset - data_start
             pad_to(start)
             end = start + part.nbytes
-            shape = [record.tokens, part.nbytes // record.tokens // width]
-            if shape[1] != hidden_size:
-                raise ValueError(f"sample {record.id}: rows of {shape[1]} values, not {hidden_size}")
-            entries[f"{record.n}.h{layer}"] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+            row = hidden_size * itemsize if name[0] == "h" else 4
+            if part.nbytes % row:
+                raise ValueError(f"sample {record.id}: {part.nbytes} bytes are no rows of {hidden_size} values")
+            shape = [part.nbytes // row, hidden_size] if name[0] == "h" else [part.nbytes // row]
+            kind = dtype if name[0] == "h" else "F32"
+            entries[f"{record.n}.{name}"] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
         pad_to(record.end - data_start)
         end = record.end - data_start
     return entries

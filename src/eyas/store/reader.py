@@ -1,38 +1,35 @@
-"""Read states: the index from the journals, the rows of a sample by one preadv straight into the tensor.
+"""What is there: a source of samples, known without opening a data file, and where the rows of each lie.
 
-Nothing opens a shard to learn what is there, so a source is ready in the time that its journals take to parse. A store
-may be read while its writer goes on: what its journal says is there, is there. Parts that are read whole are verified;
-a mismatch is read once more from the disk, and then stops the run with the sample's name. No mmap: a truncated file is
-an error with a name, not a SIGBUS, and network file systems read ahead.
+A store may be read while its writer goes on: what its journal says is there, is there. Parts that are read whole are
+verified; a mismatch is read once more from the disk, and then stops the run with the sample's name. No mmap: a
+truncated file is an error with a name, not a SIGBUS, and network file systems read ahead.
 
-Cost: one allocation and one system call per sample, and xxh3 (0.03 s/GB). Every method may be called by many threads.
+Training reads through `extents` (readpath.py); `states` is for a look at a few samples. Every method may be called by
+many threads.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from eyas.errors import EyasError
-from eyas.store import layout
+from eyas.store import codecs, layout
+from eyas.store.index import Index, load_index
 from eyas.store.layout import Manifest, Record
+from eyas.store.reads import Extent, Files, read_bytes, read_tensors
 from eyas.verifier import VerifierConfig
-
-_OPEN_SHARDS = 256  # file descriptors kept; the usual limit of a process is 1,024
-_SINK = bytearray(layout.PAGE)  # where the padding between two parts is read to; its content means nothing
 
 
 class Source(Protocol):
     """Samples of states, wherever they lie. Everything but `states` and `tokens` is known without opening a file.
 
+    needs: [N] how many of its first tokens a sample needs to train anything (`layout.needs_tokens`).
     skipped: (name, reason) of the samples that are left out because they are broken or train nothing.
     """
 
@@ -40,6 +37,7 @@ class Source(Protocol):
     ids: list[str]
     lengths: npt.NDArray[np.int64]  # [N] tokens
     trained: npt.NDArray[np.int64]  # [N] trained tokens
+    needs: npt.NDArray[np.int64]
     skipped: list[tuple[str, str]]
 
     def tokens(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
@@ -49,6 +47,11 @@ class Source(Protocol):
         self, i: int, start: int = 0, stop: int | None = None, layers: Sequence[int] | None = None
     ) -> torch.Tensor:
         """Rows [start, stop) of sample i: [layers, rows, Ht] bfloat16; layers are ids out of `manifest.layers`."""
+
+    def extents(
+        self, i: int, start: int = 0, stop: int | None = None, layers: Sequence[int] | None = None
+    ) -> list[Extent] | None:
+        """Where the rows that `states` would give lie, one extent per layer; None where only `states` can read them."""
 
     def nbytes(self, i: int) -> int:
         """Bytes of states that the whole sample has on disk."""
@@ -69,13 +72,17 @@ def open_source(
         raise EyasError(
             f"{folder} is not a folder: name a store (eyas capture writes one) or a folder of data_*.pt files"
         )
+    from eyas.store.foreign import ForeignSource, find_format
+
+    foreign = None if layout.journals(folder) else find_format(folder)
+    if foreign is not None:
+        return ForeignSource(folder, *foreign, verifier, say=say)
     if (folder / layout.MANIFEST).exists() or layout.journals(folder):
         return StoreSource(folder, verifier, fingerprint)
-    from eyas.store.foreign import FoundingSource, founding_files
-
-    if founding_files(folder):
-        return FoundingSource(folder, verifier, say=say)
-    raise EyasError(f"{folder} holds neither a store ({layout.MANIFEST}) nor data_*.pt files: name another folder")
+    raise EyasError(
+        f"{folder} holds neither a store ({layout.MANIFEST}) nor data_*.pt files nor another tool's that eyas reads:"
+        " name another folder"
+    )
 
 
 def check_verifier(path: Path, manifest: Manifest, verifier: VerifierConfig | None, fingerprint: str | None) -> None:
@@ -105,175 +112,132 @@ class StoreSource:
         self.path = path
         self.manifest = Manifest.load(path)
         check_verifier(path, self.manifest, verifier, fingerprint)
-        self.skipped: list[tuple[str, str]] = []
-        self._records: list[Record] = []
-        self._writers: list[str] = []
-        self._load_index()
-        self.ids = [r.id for r in self._records]
-        self.lengths = np.array([r.tokens for r in self._records], dtype=np.int64)
-        self.trained = np.array([r.trained for r in self._records], dtype=np.int64)
+        self._files = Files()
+        channels = codecs.channels_of(self.manifest)
+        self._channels = None if channels is None else list(channels)  # the same tensors every time
+        self._stored = layout.STORED_AS[self.manifest.codec]
+        index = load_index(path, layout.parts_count(self.manifest), self._stored)
+        self.skipped = list(index.broken)
+        faults = self._faults(index)
+        self.skipped += [(index.ids[i], why) for i, why in sorted(faults.items())]
+        if faults:
+            index = index.select(np.setdiff1d(np.arange(len(index.ids)), list(faults)))
+        self._index = index
+        self._shard_paths = [str(path / name) for name in index.shards]
+        self._text_paths = [str(layout.tokens_path(path, writer)) for writer in index.writers]
+        self.ids, self.lengths, self.trained, self.needs = index.ids, index.tokens, index.trained, index.needs
         if not self.ids:
             why = f": {self.skipped[0][0]} {self.skipped[0][1]}" if self.skipped else ""
             raise EyasError(f"store {path} holds no usable sample ({len(self.skipped)} left out{why}): capture first")
-        self._file = functools.lru_cache(_OPEN_SHARDS)(self._open)
+        for i in np.flatnonzero(self.needs == layout.UNKNOWN).tolist():
+            self.needs[i] = layout.needs_tokens(self.tokens(i)[1])
 
-    def _load_index(self) -> None:
+    def _faults(self, index: Index) -> dict[int, str]:
+        """Samples that are left out, and why."""
+        shard = np.array([_size(str(self.path / name)) for name in index.shards], dtype=np.int64)
+        text = np.array([_size(str(layout.tokens_path(self.path, w))) for w in index.writers], dtype=np.int64)
+        have = shard[index.shard] if len(shard) else index.shard
+        wrong = {int(i): "has no trained token" for i in np.flatnonzero(index.trained == 0)}
+        short = have < (index.offset + index.nbytes).max(axis=1, initial=0)
+        for i in np.flatnonzero(short).tolist():
+            name = index.shards[index.shard[i]]
+            wrong.setdefault(i, f"{name} is missing" if have[i] < 0 else f"{name} is truncated at byte {have[i]}")
+        if len(text):
+            for i in np.flatnonzero(
+                text[index.writer] < index.text_offset + index.tokens * layout.BYTES_PER_TOKEN
+            ).tolist():
+                wrong.setdefault(i, "its tokens file is truncated")
+        listed = layout.quarantined(self.path)
+        if listed:
+            wrong |= {i: f"is in quarantine ({listed[name]})" for i, name in enumerate(index.ids) if name in listed}
         seen: set[str] = set()
-        for journal in layout.journals(self.path):
-            writer = layout.writer_of(journal)
-            records, broken, _ = layout.read_journal(journal)
-            self.skipped += broken
-            sizes: dict[str, int] = {}
-            text_size = _size(layout.tokens_path(self.path, writer))
-            for record in records:
-                if record.shard not in sizes:
-                    sizes[record.shard] = self._shard_size(record.shard)
-                reason = self._fault(record, sizes[record.shard], text_size, seen)
-                if reason:
-                    self.skipped.append((record.id, reason))
-                    continue
-                seen.add(record.id)
-                self._records.append(record)
-                self._writers.append(writer)
+        for i in np.flatnonzero(index.again).tolist():
+            if index.ids[i] in seen:
+                wrong[i] = "is in the store twice"
+            elif i not in wrong:
+                seen.add(index.ids[i])
+        return wrong
 
-    def _fault(self, record: Record, shard_size: int, text_size: int, seen: set[str]) -> str:
-        """Why a sample is left out, or ""."""
-        if record.id in seen:
-            return "is in the store twice"
-        if record.trained == 0:
-            return "has no trained token"
-        if record.dtype != "bfloat16" or len(record.parts) != len(self.manifest.layers):
-            return f"has {len(record.parts)} parts of {record.dtype}, which the manifest does not announce"
-        if shard_size < 0:
-            return f"{record.shard} is missing"
-        last = record.parts[-1]
-        if shard_size < last.offset + last.nbytes:
-            return f"{record.shard} is truncated at byte {shard_size}"
-        if text_size < record.text_end:
-            return "its tokens file is truncated"
-        return ""
-
-    def _shard_size(self, name: str) -> int:
-        # The writer may close the shard between two looks.
-        for candidate in (name, name + layout.OPEN_SUFFIX, name):
-            size = _size(self.path / candidate)
-            if size >= 0:
-                return size
-        return -1
-
-    def _open(self, name: str) -> _File:
-        for candidate in (name, name + layout.OPEN_SUFFIX, name):
-            try:
-                return _File(self.path / candidate)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise EyasError(f"{self.path / candidate} cannot be read: {error.strerror}") from None
-        raise EyasError(f"{self.path / name} is missing: restore it, or capture into another folder")
+    @property
+    def records(self) -> list[Record]:
+        """Every sample as its journal has it."""
+        return [self._index.record(i)._replace(dtype=self._stored) for i in range(len(self.ids))]
 
     def tokens(self, i: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        record = self._records[i]
-        name = layout.tokens_path(self.path, self._writers[i]).name
-        raw = np.empty(record.tokens * layout.BYTES_PER_TOKEN, dtype=np.uint8)
-        self._read(record, name, record.text_offset, [raw], [(raw, record.text_xxh3, record.text_offset)])
-        ids, mask = raw[: record.tokens * 4], raw[record.tokens * 4 :]
-        return ids.view(np.int32), mask.view(np.bool_)
+        index, T = self._index, int(self.lengths[i])
+        raw = read_bytes(
+            self._files,
+            Extent(
+                sample=self.ids[i],
+                path=self._text_paths[index.writer[i]],
+                offset=int(index.text_offset[i]),
+                nbytes=T * layout.BYTES_PER_TOKEN,
+                layer=-1,
+                dtype="uint8",
+                row_bytes=layout.BYTES_PER_TOKEN,
+                stride=layout.BYTES_PER_TOKEN,
+                xxh3=f"{int(index.text_xxh3[i]):016x}",
+            ),
+        )
+        return raw[: T * 4].copy().view(np.int32), raw[T * 4 :].view(np.bool_)  # the copy is aligned
+
+    def extents(
+        self, i: int, start: int = 0, stop: int | None = None, layers: Sequence[int] | None = None
+    ) -> list[Extent]:
+        index, T = self._index, int(self.lengths[i])
+        stop = T if stop is None else stop
+        if not 0 <= start <= stop <= T:
+            raise IndexError(f"rows {start}..{stop} of sample {self.ids[i]}, which has {T}")
+        path, name, width = self._shard_paths[index.shard[i]], self.ids[i], self.manifest.hidden_size
+        offsets, nbytes, digests = index.offset[i].tolist(), index.nbytes[i].tolist(), index.xxh3[i].tolist()
+        step = 1 if self.manifest.codec == "bf16" else 2  # parts of a layer: rows, and their scales
+        row = width * (2 if step == 1 else 1)
+        found = []
+        for layer in self.manifest.layers if layers is None else layers:
+            j = self.manifest.layers.index(layer)
+            first, rows = start, stop - start
+            if self.last_rows == "trained" and layer == self.manifest.layers[-1]:
+                mask = self.tokens(i)[1]
+                first, rows = int(mask[:start].sum()), int(mask[start:stop].sum())
+
+            def part(p: int, size: int, layer: int, dtype: str, first: int = first, rows: int = rows) -> Extent:
+                whole = rows * size == nbytes[p]
+                xxh3 = f"{digests[p]:016x}" if whole else None
+                return Extent(name, path, offsets[p] + first * size, rows * size, layer, dtype, size, size, xxh3)
+
+            extent = part(j * step, row, layer, self._stored)
+            if step == 2:
+                by = None if self._channels is None else self._channels[j]
+                extent = extent._replace(scales=part(j * step + 1, 4, -1, "float32"), channels=by)
+            found.append(extent)
+        return found
+
+    @property
+    def last_rows(self) -> str:
+        return self.manifest.last_rows
 
     def states(
         self, i: int, start: int = 0, stop: int | None = None, layers: Sequence[int] | None = None
     ) -> torch.Tensor:
-        record = self._records[i]
-        stop = record.tokens if stop is None else stop
-        if not 0 <= start <= stop <= record.tokens:
-            raise IndexError(f"rows {start}..{stop} of sample {record.id}, which has {record.tokens}")
-        chosen = [self.manifest.layers.index(k) for k in (self.manifest.layers if layers is None else layers)]
-        out = torch.empty((len(chosen), stop - start, self.manifest.hidden_size), dtype=torch.bfloat16)
-        if start == stop:
-            return out
-        rows: npt.NDArray[np.uint8] = out.view(torch.uint8).numpy().reshape(len(chosen), -1)
-        row_bytes = self.manifest.hidden_size * 2
-        whole = stop - start == record.tokens
-        buffers: list[Any] = []
-        checks: list[tuple[npt.NDArray[np.uint8], str, int]] = []
-        first = end = -1
-        for j, part in enumerate(record.parts[k] for k in chosen):
-            offset = part.offset + start * row_bytes
-            if buffers and not 0 <= offset - end < layout.PAGE:  # not a neighbour: another call
-                self._read(record, record.shard, first, buffers, checks)
-                buffers, checks = [], []
-            if not buffers:
-                first = offset
-            elif offset > end:
-                buffers.append(memoryview(_SINK)[: offset - end])
-            buffers.append(rows[j])
-            end = offset + rows[j].nbytes
-            if whole:
-                checks.append((rows[j], part.xxh3, part.offset))
-        self._read(record, record.shard, first, buffers, checks)
-        return out
-
-    def _read(
-        self,
-        record: Record,
-        name: str,
-        offset: int,
-        buffers: list[Any],
-        checks: list[tuple[npt.NDArray[np.uint8], str, int]],
-    ) -> None:
-        """Fill `buffers` from `offset` on and verify (bytes, xxh3, offset); a mismatch is read once more."""
-        file = self._file(name)
-        for attempt in (1, 2):
-            try:
-                complete = read_into(file.fd, offset, buffers)
-            except OSError as error:
-                raise EyasError(
-                    f"{self.path / name}: sample {record.id} at byte {offset} cannot be read: {error.strerror}"
-                ) from None
-            if not complete:
-                raise EyasError(f"{self.path / name} ends before sample {record.id} (byte {offset}) does: restore it")
-            wrong = [at for data, xxh3, at in checks if xxhash.xxh3_64_hexdigest(data.data) != xxh3]
-            if not wrong:
-                return
-            if attempt == 1:  # the page cache may hold the bad copy: ask the disk
-                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        raise EyasError(
-            f"{self.path / name}: sample {record.id} at byte {wrong[0]} does not match its checksum (read twice):"
-            " restore the file, or capture again"
-        )
+        """As of every source; rows that the store does not keep are NaN."""
+        stop = int(self.lengths[i]) if stop is None else stop
+        read = read_tensors(self._files, self.extents(i, start, stop, layers))
+        for k, rows in enumerate(read):
+            if len(rows) < stop - start:
+                at = torch.from_numpy(np.flatnonzero(self.tokens(i)[1][start:stop]))
+                read[k] = torch.full((stop - start, rows.shape[1]), torch.nan, dtype=rows.dtype)
+                read[k][at] = rows
+        return torch.stack(read)
 
     def nbytes(self, i: int) -> int:
-        return sum(part.nbytes for part in self._records[i].parts)
+        return int(self._index.nbytes[i].sum())
 
 
-class _File:
-    """A file descriptor that closes when the last thread that reads from it lets go."""
-
-    def __init__(self, path: Path) -> None:
-        self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
-
-
-def read_into(fd: int, offset: int, buffers: Sequence[Any]) -> bool:
-    """Fill every buffer from `offset` on, in as few calls as the kernel allows; False where the file ends before."""
-    views = [memoryview(b).cast("B") for b in buffers]
-    while views:
-        got = os.preadv(fd, views, offset)
-        if got == 0:
-            return False
-        offset += got
-        while views and got >= len(views[0]):
-            got -= len(views.pop(0))
-        if views and got:
-            views[0] = views[0][got:]
-    return True
+def _size(path: str) -> int:
+    """Bytes of a file, -1 where it is not there. A writer may close a shard between two looks."""
+    for candidate in (path, path + layout.OPEN_SUFFIX, path):
+        try:
+            return Path(candidate).stat().st_size
+        except OSError:
+            continue
+    return -1

@@ -11,6 +11,7 @@ Cost: states go from the caller's memory to the kernel in one pwritev per sample
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -19,18 +20,26 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 import xxhash
 
 from eyas.errors import EyasError
-from eyas.store import layout
+from eyas.store import codecs, layout
 from eyas.store.layout import Manifest, Part, Record
 
 _BUFFERS_PER_CALL = 512  # the kernel takes 1,024
 _ZEROS = bytes(layout.PAGE)
+
+
+class Stored(NamedTuple):
+    """A sample's states as `StoreWriter.encode` makes them: each layer's rows and width, the bytes of each part."""
+
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    parts: list[np.ndarray]
 
 
 class StoreWriter:
@@ -60,9 +69,10 @@ class StoreWriter:
             raise ValueError(f"writer {writer!r}: letters, digits and _ only")
         if len(set(manifest.layers)) != len(manifest.layers):
             raise ValueError(f"layers {manifest.layers} name one layer twice")
-        if layout.samples_in_header(header_bytes, len(manifest.layers)) < 1:
+        if layout.samples_in_header(header_bytes, layout.parts_count(manifest)) < 1:
             raise ValueError(f"a header of {header_bytes} bytes holds no sample of {len(manifest.layers)} layers")
         self.path, self.manifest, self.writer = Path(path), manifest, writer
+        self._channels, self._dtype = codecs.channels_of(manifest), layout.STORED_AS[manifest.codec]
         self.shard_bytes, self.header_bytes = shard_bytes, layout.round_up(header_bytes)
         self.commit_bytes, self.commit_seconds = commit_bytes, commit_seconds
         self.done_ids: set[str] = set()  # what the journals say, of every writer of this store
@@ -92,17 +102,19 @@ class StoreWriter:
     # Opening and resuming
 
     def _check_manifest(self) -> None:
-        if (self.path / layout.MANIFEST).exists():
-            differences = Manifest.load(self.path).differences(self.manifest)
-            if differences:
+        if not (self.path / layout.MANIFEST).exists():
+            # Another writer may have begun between the two looks; its journal comes after its manifest.
+            if layout.journals(self.path) and not (self.path / layout.MANIFEST).exists():
                 raise EyasError(
-                    f"{self.path} holds states of another run ({'; '.join(differences)}): name another folder"
-                    " or delete that one"
+                    f"{self.path} has journals but no {layout.MANIFEST}: restore it, or name another folder"
                 )
-        elif layout.journals(self.path):
-            raise EyasError(f"{self.path} has journals but no {layout.MANIFEST}: restore it, or name another folder")
-        else:
-            self.manifest.save(self.path)
+            self.manifest.create(self.path)
+        differences = Manifest.load(self.path).differences(self.manifest)
+        if differences:
+            raise EyasError(
+                f"{self.path} holds states of another run ({'; '.join(differences)}): name another folder"
+                " or delete that one"
+            )
 
     def _open(self, path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -114,6 +126,9 @@ class StoreWriter:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise EyasError(f"{self.path} is being written by another process: wait for it, or stop it") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a file system without locks
+                raise
 
     def _resume(self) -> None:
         """Cut journal, tokens and open shard back to what the journal says, and take over the open shard."""
@@ -162,31 +177,56 @@ class StoreWriter:
 
     # Writing
 
-    def add(self, id: str, input_ids: Any, loss_mask: Any, states: torch.Tensor) -> None:
+    def encode(self, loss_mask: Any, states: torch.Tensor | Sequence[torch.Tensor]) -> Stored:
+        """A sample's states as they go to disk, for `add`; many threads may do this at once.
+
+        Raises EyasError for states that the codec cannot hold.
+        """
+        parts: list[np.ndarray] = []
+        manifest = self.manifest
+        for j, (layer, k) in enumerate(zip(states, manifest.layers, strict=True)):
+            if manifest.last_rows == "trained" and k == manifest.layers[-1] and len(layer) == len(loss_mask):
+                layer = layer[torch.from_numpy(np.flatnonzero(loss_mask))]
+            if manifest.codec == "bf16":
+                parts.append(_bytes_of(layer.detach().to("cpu", torch.bfloat16)))
+            else:
+                by = None if self._channels is None else self._channels[j]
+                parts += [_bytes_of(t) for t in codecs.encode(layer.detach().cpu(), manifest.codec, by)]
+        return Stored(tuple(len(layer) for layer in states), tuple(layer.shape[-1] for layer in states), parts)
+
+    def add(
+        self, id: str, input_ids: Any, loss_mask: Any, states: torch.Tensor | Sequence[torch.Tensor] | Stored
+    ) -> None:
         """Append one sample. It is recorded ("done") at the next commit, at the latest when the writer is closed.
 
-        input_ids: [T] integers; loss_mask: [T] booleans; states: [layers, T, Ht], stored as bfloat16 (T >= 1).
+        input_ids: [T] integers, T >= 1; loss_mask: [T] booleans; states: [layers, T, Ht], or that many [T, Ht] (of the
+        last layer the trained rows alone will do where the store keeps no others), or what `encode` made of them.
         Raises EyasError when the disk refuses (the sample is then not in the store), ValueError on wrong shapes.
         """
         ids = np.ascontiguousarray(input_ids, dtype=np.int32)
         mask = np.ascontiguousarray(loss_mask, dtype=np.bool_).view(np.uint8)
-        tokens, width = len(ids), self.manifest.hidden_size
-        if tokens == 0 or mask.shape != ids.shape or states.shape != (len(self.manifest.layers), tokens, width):
-            raise ValueError(f"sample {id}: ids {ids.shape}, mask {mask.shape}, states {tuple(states.shape)}")
+        tokens, layers = len(ids), len(self.manifest.layers)
+        lengths = states.rows if isinstance(states, Stored) else tuple(len(layer) for layer in states)
+        widths = states.widths if isinstance(states, Stored) else tuple(layer.shape[-1] for layer in states)
+        allowed = {tokens, int(mask.sum())} if self.manifest.last_rows == "trained" else {tokens}
+        right = lengths[:-1] == (tokens,) * (layers - 1) and lengths[-1] in allowed
+        if tokens == 0 or mask.shape != ids.shape or not right or widths != (self.manifest.hidden_size,) * layers:
+            raise ValueError(f"sample {id}: ids {ids.shape}, mask {mask.shape}, states {lengths} of {widths}")
         if id in self.done_ids or id in self._pending_ids:
             raise ValueError(f"sample {id} is in the store already")
-        layers = [_bytes_of(layer) for layer in states]
+        stored = (states if isinstance(states, Stored) else self.encode(mask, states)).parts
         with self._disk():
-            step = layout.round_up(len(layers[0]))
-            gap = _ZEROS[: step - len(layers[0])]
-            shard = self._shard_for(step * len(layers))
-            parts = [Part(self._end + j * step, len(b), xxhash.xxh3_64_hexdigest(b.data)) for j, b in enumerate(layers)]
-            write_all(shard, self._end, [b for layer in layers for b in (layer, gap)])
+            sizes = [layout.round_up(len(b)) for b in stored]
+            shard = self._shard_for(sum(sizes))
+            starts = [self._end + sum(sizes[:j]) for j in range(len(sizes))]
+            parts = [Part(at, len(b), xxhash.xxh3_64_hexdigest(b.data)) for at, b in zip(starts, stored, strict=True)]
+            gaps = [_ZEROS[: size - len(b)] for size, b in zip(sizes, stored, strict=True)]
+            write_all(shard, self._end, [b for pair in zip(stored, gaps, strict=True) for b in pair])
             write_all(self._text, self._text_end, [ids, mask])
             text_xxh3 = xxhash.xxh3_64_hexdigest(ids.tobytes() + mask.tobytes())
             record = Record(
-                self._next, id, self._shard_name, tokens, int(mask.sum()), "bfloat16", tuple(parts),
-                self._text_end, text_xxh3,
+                self._next, id, self._shard_name, tokens, int(mask.sum()), self._dtype, tuple(parts), self._text_end,
+                text_xxh3, layout.needs_tokens(mask),
             )  # fmt: skip
             self._pending.append(record)
             self._pending_ids.add(id)
@@ -200,7 +240,7 @@ class StoreWriter:
     def _shard_for(self, nbytes: int) -> int:
         """The open shard, or a fresh one where a sample of `nbytes` would overflow its size or its header."""
         if self._shard is not None and self._shard_records:
-            room = layout.samples_in_header(self._data_start, len(self.manifest.layers))
+            room = layout.samples_in_header(self._data_start, layout.parts_count(self.manifest))
             used = self._next - self._shard_records[0].n
             if used >= room or self._end + nbytes > self.shard_bytes:
                 self._close_shard()
@@ -212,6 +252,8 @@ class StoreWriter:
             return
         with self._disk():
             assert self._shard is not None
+            if not (self.path / layout.MANIFEST).exists():  # a writer that began with this one, and failed, took it
+                self.manifest.create(self.path)
             self._sync(self._shard)
             self._sync(self._text)
             lines = b"".join(r.line() for r in self._pending)
@@ -301,10 +343,9 @@ class StoreWriter:
             ) from error
 
 
-def _bytes_of(layer: torch.Tensor) -> np.ndarray:
-    """[T, Ht] -> [T * Ht * 2] uint8: the tensor's own memory where it is contiguous bfloat16 on the CPU."""
-    rows = layer.detach().to("cpu", torch.bfloat16).contiguous()
-    flat: np.ndarray = rows.view(torch.uint8).numpy().reshape(-1)
+def _bytes_of(values: torch.Tensor) -> np.ndarray:
+    """The bytes of a tensor, uint8: its own memory where it is contiguous."""
+    flat: np.ndarray = values.contiguous().view(torch.uint8).numpy().reshape(-1)
     return flat
 
 

@@ -2,32 +2,55 @@
 
 Everything is decided from the index before any data is read: which samples train and which validate, the order of
 each epoch, and which samples share a pack. So the number of steps is known at the start, and a run with the same seed
-sees the same batches with any number of threads.
+sees the same batches with any number of threads, from any pack on.
 
 Samples are packed whole, one behind the other, without padding; a pack holds at most `batch_tokens` tokens. Closing a
 pack when the next sample does not fit leaves about half a sample of it empty.
 
-Threads, not processes: they read straight into tensors (the GIL is released while they do), and no tensor crosses a
-process boundary.
+Threads, not processes: they read into reused buffers (the GIL is released while they do), and no tensor crosses a
+process boundary. How many packs are under way follows from what reading and a step take, within a memory budget.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from eyas.drafter.plan import Plan, count_trained, make_plan
+from eyas.drafter.plan import Plan, make_plan
 from eyas.record.outlet import name_thread
 from eyas.store.reader import Source
+from eyas.store.readpath import Loaded, ReadPath
+from eyas.store.ring import Ring
+
+SLOWEST_OF = 16  # reads whose slowest one the next ones are expected to take
+AHEAD_OF_SLOWEST = 4  # so many of them are covered by packs under way
+
+
+@dataclass
+class Pack:
+    """One pack as it was read.
+
+    tokens: packed tokens, the untouched ones included; lengths: of each sample;
+    kept: for each sample, where in the last layer the row of each token is, or None where every token has one.
+    """
+
+    plan: Plan
+    loaded: Loaded
+    samples: list[int]
+    tokens: int
+    lengths: list[int]
+    kept: list[np.ndarray] | None
 
 
 @dataclass
@@ -54,16 +77,15 @@ def split_samples(ids: list[str], val_ratio: float, seed: int) -> tuple[list[int
     one conversation (`id#1`, `id#2`) fall on the same side. At least one group validates where there are two or more
     and val_ratio > 0, and at least one always trains.
     """
-    groups: dict[str, list[int]] = {}
-    for i, name in enumerate(ids):
-        groups.setdefault(name.rsplit("#", 1)[0], []).append(i)
-    ranked = sorted(groups, key=lambda name: (xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()), name))
-    count = min(round(len(ranked) * val_ratio), len(ranked) - 1)
-    if val_ratio > 0 and len(ranked) > 1:
+    group: dict[str, int] = {}
+    of = np.array([group.setdefault(name.rsplit("#", 1)[0], len(group)) for name in ids], dtype=np.int64)
+    count = min(round(len(group) * val_ratio), len(group) - 1)
+    if val_ratio > 0 and len(group) > 1:
         count = max(count, 1)
-    val = sorted(i for name in ranked[:count] for i in groups[name])
-    train = sorted(i for name in ranked[count:] for i in groups[name])
-    return train, val
+    digests = np.array([xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) for name in group], dtype=np.uint64)
+    validates = np.zeros(len(group), dtype=np.bool_)
+    validates[np.argsort(digests, kind="stable")[:count]] = True
+    return np.flatnonzero(~validates[of]).tolist(), np.flatnonzero(validates[of]).tolist()
 
 
 def split_source(source: Source, max_seq_len: int, val_ratio: float) -> tuple[list[int], list[int], int]:
@@ -71,7 +93,7 @@ def split_source(source: Source, max_seq_len: int, val_ratio: float) -> tuple[li
 
     Does not depend on the run's seed, so that runs on the same data are validated on the same samples.
     """
-    usable = [i for i in range(len(source.ids)) if count_trained(source.tokens(i)[1][:max_seq_len])]
+    usable = np.flatnonzero((source.needs > 0) & (source.needs <= max_seq_len)).tolist()
     train, val = split_samples([source.ids[i] for i in usable], val_ratio, seed=0)
     return [usable[i] for i in train], [usable[i] for i in val], len(source.ids) - len(usable)
 
@@ -80,8 +102,8 @@ def pack(samples: list[int], lengths: np.ndarray, batch_tokens: int, max_seq_len
     """Samples in order, closed into packs of at most batch_tokens tokens. lengths: [all samples]."""
     packs: list[list[int]] = []
     room = 0
-    for i in samples:
-        length = min(int(lengths[i]), max_seq_len)
+    cut = np.minimum(lengths[samples], max_seq_len).tolist() if samples else []
+    for i, length in zip(samples, cut, strict=True):
         if length > room or not packs:
             packs.append([])
             room = batch_tokens
@@ -93,78 +115,207 @@ def pack(samples: list[int], lengths: np.ndarray, batch_tokens: int, max_seq_len
 def epoch_order(samples: list[int], seed: int, epoch: int) -> list[int]:
     """The samples in this epoch's order: seeded, another one each epoch."""
     order = np.random.default_rng((seed, epoch)).permutation(len(samples))
-    return [samples[i] for i in order]
+    return [samples[i] for i in order.tolist()]
 
 
-def load_batch(source: Source, samples: list[int], steps: int, max_seq_len: int) -> Batch:
-    """Read one pack. Raises EyasError naming the sample when its data is not what the index says."""
+def shard_packs(packs: list[list[int]], rank: int, world: int) -> list[list[int]]:
+    """The packs of one of `world` processes, the same number for each: together the first ones of `packs`, in order.
+
+    What is left over, fewer than `world` packs at the end of the epoch, is read by nobody: another order leaves over
+    others.
+    """
+    return packs[rank : len(packs) // world * world : world]
+
+
+def load_pack(reads: ReadPath, samples: list[int], steps: int, max_seq_len: int) -> Pack:
+    """Plan and states of one pack. Raises EyasError naming the sample when its data is not what the index says."""
     documents = []
     for i in samples:
-        ids, mask = source.tokens(i)
+        ids, mask = reads.source.tokens(i)
         documents.append((ids[:max_seq_len], mask[:max_seq_len]))
-    plan = make_plan(documents, steps)
-    tokens = sum(len(ids) for ids, _ in documents)
-    Ht = source.manifest.hidden_size
-    states, last = torch.empty(len(plan.key_row), 3 * Ht, dtype=torch.bfloat16), []
-    nbytes = first = first_target = 0
+    rows = [len(ids) for ids, _ in documents]
+    kept = None
+    if reads.source.manifest.last_rows == "trained":
+        kept = [np.cumsum(mask) - 1 for _, mask in documents]
+    return Pack(make_plan(documents, steps), reads.load(samples, rows), samples, sum(rows), rows, kept)
+
+
+def assemble(pack: Pack, into: Ring | Tensor) -> Batch:
+    """The plan's rows out of what was read, on the CPU.
+
+    into: buffers for them, or what was read (`pack.loaded.memory`) on a device, to make them there.
+    """
+    plan = pack.plan
+    samples = pack.loaded.states(None if isinstance(into, Ring) else into)
+    Ht = samples[0][0].shape[1]
+    T, R = len(plan.key_row), len(plan.target_row)
+    if isinstance(into, Ring):
+        both = torch.from_numpy(into.lease((3 * T + R) * Ht * 2)).view(torch.bfloat16)
+    else:
+        both = torch.empty((3 * T + R) * Ht, dtype=torch.bfloat16, device=into.device)
+    states, last = both[: 3 * T * Ht].view(T, 3 * Ht), both[3 * T * Ht :].view(R, Ht)
+    first = first_target = 0
     targets = plan.target_row.numpy()
-    for i, (ids, _), doc in zip(samples, documents, plan.documents, strict=True):
-        read = source.states(i, stop=len(ids))  # [4, T, Ht]
-        nbytes += read.numel() * read.element_size()
+    for b, (layers, doc) in enumerate(zip(samples, plan.documents, strict=True)):
         rows = doc.key_stop - doc.key_start
-        states[doc.key_start : doc.key_stop].view(rows, 3, Ht).copy_(read[:3, :rows].transpose(0, 1))
-        stop_target = int(np.searchsorted(targets, first + len(ids)))
-        last.append(read[3, plan.target_row[first_target:stop_target] - first])
-        first, first_target = first + len(ids), stop_target
-    return Batch(plan, states, torch.cat(last) if last else torch.empty(0, Ht), samples, tokens, nbytes)
+        for j in range(3):
+            _copy(states[doc.key_start : doc.key_stop, j * Ht : (j + 1) * Ht], layers[j][:rows])
+        stop = first + pack.lengths[b]
+        stop_target = int(np.searchsorted(targets, stop))
+        at = targets[first_target:stop_target] - first
+        _take(last[first_target:stop_target], layers[3], at if pack.kept is None else pack.kept[b][at])
+        first, first_target = stop, stop_target
+    return Batch(plan, states, last, pack.samples, pack.tokens, pack.loaded.nbytes)
+
+
+def _copy(into: Tensor, rows: Tensor) -> None:
+    if into.is_cpu:  # numpy's copy stays on this thread; torch's would wake one per core for each reader
+        np.copyto(into.view(torch.int16).numpy(), rows.view(torch.int16).numpy())
+    else:
+        into.copy_(rows)
+
+
+def _take(into: Tensor, rows: Tensor, at: np.ndarray) -> None:
+    if not len(at):
+        return
+    if at[-1] - at[0] == len(at) - 1:  # an answer's rows are neighbours
+        _copy(into, rows[int(at[0]) : int(at[-1]) + 1])
+    elif into.is_cpu:
+        np.take(rows.view(torch.int16).numpy(), at, axis=0, out=into.view(torch.int16).numpy(), mode="clip")
+    else:
+        torch.index_select(rows, 0, torch.from_numpy(at).to(rows.device), out=into)
+
+
+def load_batch(source: Source | ReadPath, samples: list[int], steps: int, max_seq_len: int) -> Batch:
+    """Read one pack. Raises EyasError naming the sample when its data is not what the index says."""
+    reads = source if isinstance(source, ReadPath) else ReadPath(source)
+    return assemble(load_pack(reads, samples, steps, max_seq_len), reads.batches)
+
+
+@dataclass
+class _UnderWay:
+    """A pack that is being read; `future` brings a Batch, or a Pack while it has not been sent to the device."""
+
+    samples: list[int]
+    future: Future[Any]
+    sent: bool = False
+
+
+class Depth:
+    """How many packs to have under way: as many as the consumer uses up while the slowest of the last reads takes.
+
+    threads: that read; memory: bytes that packs under way may hold. Both figures are measured as they come in.
+    """
+
+    def __init__(self, threads: int, memory: int) -> None:
+        self.threads, self.memory = threads, memory
+        self._took: deque[float] = deque(maxlen=SLOWEST_OF)  # s per read
+        self._steps: deque[float] = deque(maxlen=SLOWEST_OF)  # s that the consumer kept a pack
+        self._largest = 1
+
+    def read(self, seconds: float, nbytes: int) -> None:
+        """A pack of nbytes took so long to read."""
+        self._took.append(seconds)
+        self._largest = max(self._largest, nbytes)
+
+    def step(self, seconds: float) -> None:
+        """The consumer worked for so long on a pack."""
+        self._steps.append(seconds)
+
+    def packs(self) -> int:
+        """The figure, at least 1."""
+        step = sum(self._steps) / len(self._steps) if self._steps else 1.0
+        wanted = math.ceil(AHEAD_OF_SLOWEST * max(self._took, default=0.0) / max(step, 1e-3))
+        return max(1, min(max(wanted, self.threads + 1), self.memory // self._largest))
 
 
 class Loader:
     """Iterates over batches in order, read ahead by `threads` threads; counts how long the consumer waited.
 
+    source: what to read, or the path to read it by: give one path to all epochs of a run, it owns the buffers;
+    start: the pack to begin at; device: where the batches shall be.
     waited: seconds that `next` blocked so far; nbytes: bytes read so far; reading: samples of the batch waited for;
     ready: batches that are read and not yet taken.
-    Closing the iterator (or leaving its loop) stops the threads.
+    Closing the iterator (or leaving its loop) stops the threads. A batch is the caller's to keep: its memory is used
+    again when nothing refers to its tensors any more.
     """
 
-    def __init__(self, source: Source, packs: list[list[int]], steps: int, max_seq_len: int, threads: int) -> None:
-        self.source, self.packs, self.steps, self.max_seq_len, self.threads = source, packs, steps, max_seq_len, threads
+    def __init__(
+        self,
+        source: Source | ReadPath,
+        packs: list[list[int]],
+        steps: int,
+        max_seq_len: int,
+        threads: int,
+        *,
+        start: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.reads = source if isinstance(source, ReadPath) else ReadPath(source)
+        self.packs, self.steps, self.max_seq_len, self.threads = packs, steps, max_seq_len, threads
+        self.start, self.device = start, torch.device(device)
+        self.depth = Depth(threads, self.reads.memory)
         self.waited = 0.0
         self.nbytes = 0
         self.reading: list[int] = []
-        self._ahead: deque[tuple[list[int], Future[Batch]]] = deque()
+        self._ahead: deque[_UnderWay] = deque()
 
     @property
     def ready(self) -> int:
-        return sum(future.done() for _, future in list(self._ahead))
+        return sum(each.future.done() for each in list(self._ahead))
 
     def __iter__(self) -> Iterator[Batch]:
+        waiting = iter(self.packs[self.start :])
         if self.threads == 0:
-            for samples in self.packs:
-                self.reading, started = samples, time.monotonic()
-                batch = load_batch(self.source, samples, self.steps, self.max_seq_len)
+            for samples in waiting:
+                started = time.monotonic()
+                self.reading = samples
+                batch = load_batch(self.reads, samples, self.steps, self.max_seq_len)
                 self._count(batch, started)
                 yield batch
             return
         pool = ThreadPoolExecutor(self.threads, "eyas-read", name_thread, ("eyas-read",))
-        waiting = iter(self.packs)
+        uploader = self._uploader()
         ahead = self._ahead
-
-        def submit() -> None:
-            for samples in itertools.islice(waiting, 1):
-                ahead.append((samples, pool.submit(load_batch, self.source, samples, self.steps, self.max_seq_len)))
-
+        handed = 0.0
         try:
-            for _ in range(self.threads + 1):
-                submit()
-            while ahead:
-                (self.reading, future), started = ahead.popleft(), time.monotonic()
+            while True:
+                for samples in itertools.islice(waiting, max(0, self.depth.packs() - len(ahead))):
+                    ahead.append(_UnderWay(samples, pool.submit(self._load, samples)))
+                if uploader is not None:
+                    for each in itertools.islice(ahead, uploader.ahead):
+                        if not each.sent:
+                            each.future, each.sent = uploader.submit(each.future), True
+                if not ahead:
+                    return
+                started = time.monotonic()
+                if handed:
+                    self.depth.step(started - handed)
+                self.reading, future = ahead[0].samples, ahead.popleft().future
                 batch = future.result()
                 self._count(batch, started)
-                submit()
-                yield batch
+                handed = time.monotonic()
+                yield batch if uploader is None else uploader.hand_over(batch)
+                del batch, future  # the memory is the next one's
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+            if uploader is not None:
+                uploader.close()
+
+    def _uploader(self) -> Any:
+        if self.device.type != "cuda":
+            return None
+        from eyas.train.upload import Uploader
+
+        return Uploader(self.device)
+
+    def _load(self, samples: list[int]) -> Batch | Pack:
+        """A batch, or a pack where its rows are taken on the device."""
+        started = time.monotonic()
+        pack = load_pack(self.reads, samples, self.steps, self.max_seq_len)
+        result = pack if self.device.type == "cuda" else assemble(pack, self.reads.batches)
+        self.depth.read(time.monotonic() - started, len(pack.loaded.memory))
+        return result
 
     def _count(self, batch: Batch, started: float) -> None:
         self.waited += time.monotonic() - started

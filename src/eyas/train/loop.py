@@ -35,6 +35,7 @@ from eyas.evaluate.offline import OfflineFigures, VerifierHead, evaluate
 from eyas.files import write_json, write_whole
 from eyas.record.record import Record
 from eyas.store.reader import Source, open_source
+from eyas.store.readpath import ReadPath
 from eyas.train.batches import Batch, Loader, epoch_order, pack, split_source
 from eyas.train.optim import learning_rate, make_optimiser
 from eyas.verifier import Verifier, VerifierConfig
@@ -57,6 +58,9 @@ class Run:
         self.verifier = Verifier(config.verifier_path, trust_remote_code=config.trust_remote_code)
         self.record.enter("indexing")
         self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, say)
+        # Filling the cache costs more than reading past it, and one epoch never comes back to it.
+        cache_gb = 0 if config.epochs == 1 and config.cache_gb == "auto" else config.cache_gb
+        self.reads = ReadPath(self.source, cache_gb=cache_gb, device=self.device, say=say)
         self.vocab = self._vocab()
         self.train_samples, self.val_samples = self._split()
         self.record.enter("reading verifier")
@@ -130,7 +134,7 @@ class Run:
         record.begin(self.total, self.step, str(self.device))
         for epoch, packs in enumerate(self.epochs):
             steps = 1 if epoch < c.ttt_warmup_epochs else c.ttt_steps
-            loader = Loader(self.source, packs, steps, c.max_seq_len, c.num_workers)
+            loader = Loader(self.reads, packs, steps, c.max_seq_len, c.num_workers, device=self.device)
             for batch in record.data(loader, self.source.ids.__getitem__, "copying"):
                 metrics = self._step(batch)
                 self.step += 1
@@ -257,7 +261,8 @@ class Run:
     def validate(self) -> OfflineFigures | None:
         """Figures on the validation split; None without one."""
         packs = pack(self.val_samples, self.source.lengths, self.batch_tokens, self.config.max_seq_len)
-        loader = Loader(self.source, packs, self.config.ttt_steps, self.config.max_seq_len, self.config.num_workers)
+        c = self.config
+        loader = Loader(self.reads, packs, c.ttt_steps, c.max_seq_len, c.num_workers, device=self.device)
         self.drafter.eval()
         batches = self.record.follow(loader, len(packs))
         figures = evaluate(self.drafter, self.head, batches, self.config.ttt_steps, self.dtype)

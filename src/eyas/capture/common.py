@@ -1,0 +1,200 @@
+"""What every way of capturing shares: what is to be done, whose states they are, where they go, and that they are sane.
+
+The verifier runs here (`local.py`) or in an engine (`vllm.py`); the store, its manifest and the refusals are the same.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import Tensor
+
+from eyas import __version__
+from eyas.errors import EyasError
+from eyas.prepare import Prepared
+from eyas.store import layout
+from eyas.store.layout import Manifest
+from eyas.verifier import Verifier
+
+SAY_SECONDS = 2.0
+NEAR_TIE = 0.01  # of the spread of a row's logits: bfloat16 storage may swap tokens that are this close
+
+
+def capture_layers(verifier: Verifier, asked: tuple[int, int, int] | None) -> tuple[int, ...]:
+    """HF indices of the four states, the last one included. Raises EyasError for layers that the verifier lacks."""
+    n = verifier.config.num_layers
+    layers = (*(asked or verifier.config.capture_layers()), n)
+    if len(layers) != 4 or not all(0 < a < b for a, b in pairwise(layers)):
+        raise EyasError(
+            f"layers {list(layers[:-1])} of a verifier with {n} layers: name three different ones, ascending, from 1"
+            f" to {n - 1} (--layers 1,2,3)"
+        )
+    return layers
+
+
+def manifest_of(
+    verifier: Verifier, prepared: Prepared, layers: tuple[int, ...], extractor: str, settings: str = ""
+) -> Manifest:
+    """The manifest of a store of these samples.
+
+    extractor: engine, version and dtype; settings: of answers that the capture writes itself, part of the source.
+    """
+    config = verifier.config
+    digest = xxhash.xxh3_64()
+    for name, ids, mask in zip(prepared.ids, prepared.input_ids, prepared.loss_mask, strict=True):
+        digest.update(name.encode() + b"\0")
+        digest.update(np.asarray(ids, dtype=np.int32).tobytes())
+        digest.update(np.asarray(mask, dtype=np.bool_).tobytes())
+    digest.update(settings.encode())
+    folder = verifier.config.path
+    return Manifest(
+        verifier=config.name,
+        fingerprint=verifier.fingerprint,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        vocab_size=config.vocab_size,
+        layers=layers,
+        norm_side="before",
+        template_hash=str(prepared.manifest.get("template_hash", "")),
+        extractor=f"eyas {__version__}, {extractor}",
+        revision=folder.name if folder.parent.name == "snapshots" else "",
+        source=digest.hexdigest(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def check_prepared(prepared: Prepared, folder: Path, verifier: Verifier) -> None:
+    """EyasError for samples that are none, not of this verifier, or not told apart."""
+    if not prepared.ids:
+        raise EyasError(f"{folder} holds no samples: run eyas prepare again")
+    if len(set(prepared.ids)) != len(prepared.ids):
+        raise EyasError(f"{folder} holds two samples of one id: give every conversation its own")
+    whose = prepared.manifest.get("verifier", {})
+    if whose.get("fingerprint") not in (None, "", verifier.fingerprint):
+        raise EyasError(
+            f"{folder} was prepared for {whose.get('name')}, not for {verifier.config.name}: run eyas prepare again"
+        )
+    for name, ids in zip(prepared.ids, prepared.input_ids, strict=True):
+        if len(ids) == 0 or int(np.min(ids)) < 0 or int(np.max(ids)) >= verifier.config.vocab_size:
+            raise EyasError(
+                f"{folder}: sample {name} has no tokens, or ids outside the {verifier.config.vocab_size:,} of"
+                f" {verifier.config.name}: run eyas prepare again"
+            )
+
+
+def done_ids(output: Path, manifest: Manifest) -> set[str]:
+    """Ids that the store holds already, before anything is loaded or written. Raises EyasError for another store."""
+    if not (output / layout.MANIFEST).exists():
+        return set()
+    if differences := Manifest.load(output).differences(manifest):
+        raise EyasError(
+            f"{output} holds states of another capture ({'; '.join(differences)}): name another folder, or delete it"
+        )
+    return {r.id for journal in layout.journals(output) for r in layout.read_journal(journal).records}
+
+
+def check_space(output: Path, lengths: list[int], manifest: Manifest, say: Callable[[str], None]) -> None:
+    """Say what samples of these lengths take on the disk; EyasError where it has no room."""
+    needed = sum(layout.sample_bytes(t, manifest) for t in lengths)
+    needed += (1 << 20) * (needed // (1 << 30) + 1) if needed else 0  # the shards' headers
+    there = next(p for p in (output, *output.absolute().parents) if p.exists())
+    free = shutil.disk_usage(there).free
+    if lengths:
+        say(f"capture: {sum(lengths):,} tokens take {needed / 1e9:,.1f} GB of the {free / 1e9:,.1f} GB free in {there}")
+    if needed > free:
+        raise EyasError(
+            f"{output}: the states of {sum(lengths):,} tokens need {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are"
+            " free there: make room, name another folder, or prepare less"
+        )
+
+
+def near_ties(logits: Tensor, named: Tensor) -> Tensor:
+    """[P] bool: whether the tokens `named` [P] are the first choice of logits [P, V], or as good as it."""
+    best = logits.max(dim=1).values
+    behind = best - logits.gather(1, named[:, None])[:, 0]
+    return behind <= NEAR_TIE * (best - logits.mean(dim=1))
+
+
+def check_finite(name: str, states: Tensor, layers: tuple[int, ...]) -> None:
+    """EyasError where a state [layers, T, Ht] is NaN or infinite."""
+    if not torch.isfinite(states).all():
+        bad = next(k for k, s in zip(layers, states, strict=True) if not torch.isfinite(s).all())
+        raise EyasError(
+            f"capture stopped: sample {name} has NaN or infinite states at layer {bad}: the verifier overflows in this"
+            " dtype (try --dtype fp32), or its weights are damaged"
+        )
+
+
+def check_shape_of(name: str, ids: npt.NDArray[np.int32], states: Tensor, layers: tuple[int, ...]) -> None:
+    """No layer [T, Ht] may be all zero, the same at every position, or the same as the layer before."""
+    varied = len(set(np.asarray(ids).tolist())) > 1
+    for j, k in enumerate(layers):
+        if not states[j].any():
+            fault = f"layer {k} is all zero"
+        elif varied and bool((states[j] == states[j, :1]).all()):
+            fault = f"layer {k} is the same at every position"
+        elif j and torch.equal(states[j], states[j - 1]):
+            fault = f"layers {layers[j - 1]} and {k} are equal"
+        else:
+            continue
+        raise EyasError(f"capture stopped: in sample {name}, {fault}: the verifier's weights may be damaged")
+
+
+class Progress:
+    """Says where the capture stands, at most every SAY_SECONDS.
+
+    lengths: tokens of every sample, None where the answers are still to be written; todo: which are not in the store.
+    """
+
+    def __init__(self, say: Callable[[str], None], samples: int, lengths: list[int] | None, todo: list[int]) -> None:
+        self.say = say
+        self.all_samples, self.samples = samples, samples - len(todo)
+        self.all_tokens = sum(lengths) if lengths is not None else None
+        self.tokens = sum(lengths) - sum(lengths[i] for i in todo) if lengths is not None else 0
+        self.new_samples = self.new_tokens = 0
+        self.started = self.said = time.monotonic()
+
+    def start(self) -> None:
+        """Say the first line; the clock runs from here."""
+        self.started = self.said = time.monotonic()
+        self.say(self._line())
+
+    def add(self, samples: int, tokens: int) -> None:
+        """So many more are written."""
+        self.samples, self.tokens = self.samples + samples, self.tokens + tokens
+        self.new_samples, self.new_tokens = self.new_samples + samples, self.new_tokens + tokens
+        if time.monotonic() - self.said >= SAY_SECONDS or self.samples == self.all_samples:
+            self.said = time.monotonic()
+            self.say(self._line())
+
+    def _line(self) -> str:
+        line = f"capture {self.samples:,}/{self.all_samples:,} samples · {self.tokens:,}"
+        line += " tokens" if self.all_tokens is None else f"/{self.all_tokens:,} tokens"
+        if self.new_tokens:
+            seconds = time.monotonic() - self.started
+            if self.all_tokens is None:
+                left = (self.all_samples - self.samples) * seconds / self.new_samples
+            else:
+                left = (self.all_tokens - self.tokens) * seconds / self.new_tokens
+            line += f" · {self.new_tokens / seconds:,.0f} tokens/s · {left:,.0f} s left"
+        return line
+
+    def figures(self) -> dict[str, Any]:
+        """What this run did and how fast."""
+        seconds = time.monotonic() - self.started if self.new_tokens else 0.0
+        return {
+            "captured_samples": self.new_samples,
+            "captured_tokens": self.new_tokens,
+            "seconds": seconds,
+            "tokens_per_second": self.new_tokens / seconds if seconds else 0.0,
+        }

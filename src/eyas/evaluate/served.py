@@ -1,0 +1,146 @@
+"""The same runs against a server that is up already: vLLM, SGLang, anything with OpenAI's completions.
+
+Prompts go as token ids, answers come streamed, so that the time of the first token is told from the time of the others.
+What a server counts of its drafts is read at its /metrics before and after: vLLM's counters by position; SGLang's mean
+accept length (`--enable-metrics`). A server that shows neither is timed only.
+
+Standard library only. Raises EyasError with the server's own words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from eyas.errors import EyasError
+
+SAY_SECONDS = 5.0
+TIMEOUT = 600.0  # of one answer
+SAMPLE = re.compile(r"^([\w:]+)(\{[^}]*\})?\s+(\S+)")
+
+
+class Server:
+    """An OpenAI-compatible server. url: with or without /v1, as http://host:8000/v1."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.root = url.rstrip("/").removesuffix("/v1")
+        self.headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+        models = self._json("/v1/models")
+        try:
+            self.model = str(models["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise EyasError(f"{self.root}/v1/models names no model: is this an OpenAI-compatible server?") from None
+
+    def generate(self, run: dict[str, Any], streams: int, say: Callable[[str], None]) -> dict[str, Any]:
+        """One run (as `vllm_job` takes it) with `streams` requests at a time; returns what `vllm_job` does.
+
+        `texts` stands in place of `tokens`, `counts` is how many tokens each answer has.
+        """
+        before = self.counters()
+        prompts = run["prompts"]
+        started = said = time.monotonic()
+        done: list[tuple[str, int, float]] = []
+        with ThreadPoolExecutor(1 if run["alone"] else streams) as pool:
+            for answer in pool.map(lambda i: self._answer(run, i), range(len(prompts))):
+                done.append(answer)
+                if time.monotonic() - said > SAY_SECONDS:
+                    said = time.monotonic()
+                    say(f"{run['name']}: {len(done)}/{len(prompts)} prompts")
+        seconds = time.monotonic() - started
+        after = self.counters()
+        gaps = sum(max(0, n - 1) for _, n, _ in done)
+        return {
+            "texts": [text for text, _, _ in done],
+            "counts": [n for _, n, _ in done],
+            "seconds": seconds,
+            "per_token": sum(s for _, _, s in done) / max(1, gaps),
+            "drafts": after["drafts"] - before["drafts"],
+            "drafted": after["drafted"] - before["drafted"],
+            "accepted": [a - b for a, b in zip(after["accepted"], before["accepted"] or [0] * 99, strict=False)],
+            "accept_length": after["accept_length"],
+        }
+
+    def counters(self) -> dict[str, Any]:
+        """What the server counts of its drafts; zero and empty where it does not say."""
+        try:
+            with urllib.request.urlopen(self._request("/metrics"), timeout=30) as reply:
+                text = reply.read().decode(errors="replace")
+        except (OSError, ValueError):
+            text = ""
+        return read_metrics(text)
+
+    def _answer(self, run: dict[str, Any], i: int) -> tuple[str, int, float]:
+        """(text, tokens, seconds from the first token to the last) of prompt i."""
+        body = {
+            "model": self.model,
+            "prompt": run["prompts"][i],
+            "max_tokens": run["max_tokens"],
+            "temperature": run["temperature"],
+            "seed": i,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        text, count, first, last = "", 0, 0.0, 0.0
+        try:
+            with urllib.request.urlopen(self._request("/v1/completions", body), timeout=TIMEOUT) as reply:
+                for line in reply:
+                    if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
+                        continue
+                    part = json.loads(line[5:])
+                    if said := "".join(c.get("text") or "" for c in part.get("choices") or []):
+                        last = time.monotonic()
+                        first = first or last
+                        text += said
+                    count = ((part.get("usage") or {}).get("completion_tokens")) or count
+        except urllib.error.HTTPError as error:
+            said = error.read(300).decode(errors="replace")
+            raise EyasError(f"{self.root} refused a prompt ({error.code}): {' '.join(said.split())}") from None
+        except (OSError, ValueError) as error:
+            raise EyasError(f"{self.root} gave no answer: {error}") from None
+        return text, count, last - first
+
+    def _json(self, path: str) -> Any:
+        try:
+            with urllib.request.urlopen(self._request(path), timeout=30) as reply:
+                return json.load(reply)
+        except (OSError, ValueError) as error:
+            raise EyasError(f"{self.root}{path} gives no answer ({error}): is the server up?") from None
+
+    def _request(self, path: str, body: dict[str, Any] | None = None) -> urllib.request.Request:
+        if not self.root.startswith(("http://", "https://")):
+            raise EyasError(f"{self.root} is no URL: give it as http://host:8000/v1")
+        data = None if body is None else json.dumps(body).encode()
+        return urllib.request.Request(self.root + path, data=data, headers=self.headers)
+
+
+def read_metrics(text: str) -> dict[str, Any]:
+    """drafts, drafted, accepted (by position) and accept_length out of a Prometheus page of vLLM or SGLang."""
+    found: dict[str, Any] = {"drafts": 0, "drafted": 0, "accepted": [], "accept_length": None}
+    positions: dict[int, int] = {}
+    lengths: list[float] = []
+    for line in text.splitlines():
+        sample = SAMPLE.match(line)
+        if not sample:
+            continue
+        name, labels, value = sample[1].removesuffix("_total"), sample[2] or "", float(sample[3])
+        if name == "vllm:spec_decode_num_drafts":
+            found["drafts"] += int(value)
+        elif name == "vllm:spec_decode_num_draft_tokens":
+            found["drafted"] += int(value)
+        elif name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            at = re.search(r'position="(\d+)"', labels)
+            if at:
+                positions[int(at[1])] = positions.get(int(at[1]), 0) + int(value)
+        elif name in ("sglang:spec_accept_length", "sglang:avg_spec_accept_length") and value > 0:
+            lengths.append(value)
+    found["accepted"] = [positions[k] for k in sorted(positions)]
+    found["accept_length"] = sum(lengths) / len(lengths) if lengths else None
+    return found

@@ -1,0 +1,167 @@
+"""A store made of any source: other tools' files, or a store in another codec.
+
+Samples are read ahead by a few threads (scan.py) and appended by one writer in the source's order, so a conversion
+that was stopped goes on and ends in the same bytes. Reading verifies what has checksums; a sample that cannot be read
+is left out, named and counted, and nothing stands in its place.
+
+Cost: what reading and writing cost (`StoreWriter`); memory is `threads` + 1 groups of 64 MB.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from eyas import __version__
+from eyas.errors import EyasError
+from eyas.store import codecs, layout
+from eyas.store.layout import Manifest
+from eyas.store.reader import Source, StoreSource, open_source
+from eyas.store.scan import scan
+from eyas.store.writer import Stored, StoreWriter
+from eyas.verifier import Verifier
+
+SAY_SECONDS = 2.0
+
+
+def convert(
+    source_path: Path,
+    output: Path,
+    verifier: Verifier | None = None,
+    *,
+    codec: str = "bf16",
+    last: str = "all",
+    threads: int = 4,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Write every usable sample of `source_path` to the store `output`; goes on where an earlier run stopped.
+
+    verifier: whose states they are; needed for other tools' files, which do not say.
+    codec, last: of the new store (codecs.py). Of int8, the channels' sizes come from the source's first samples.
+    Returns {path, source, samples, converted, tokens, bytes, seconds, skipped: [[sample, why], ...]}.
+    Raises EyasError when the source is not of this verifier, the output holds something else, or the disk is too small.
+    """
+    codecs.check_names(codec, last)
+    if output.resolve() == source_path.resolve():
+        raise EyasError(f"{output} is the source: name another folder for the store")
+    fingerprint = verifier.fingerprint if verifier is not None else None
+    source = open_source(source_path, verifier.config if verifier is not None else None, fingerprint, say)
+    manifest = _in_codec(_manifest(source, source_path, verifier), source, output, codec, last)
+    started = time.monotonic()
+    with StoreWriter(output, manifest) as writer:
+        todo = [i for i in range(len(source.ids)) if source.ids[i] not in writer.done_ids]
+        _check_space(output, [int(source.lengths[i]) for i in todo], manifest)
+        if len(todo) < len(source.ids):
+            say(f"convert: {len(source.ids) - len(todo):,} samples are in {output} already")
+        lost = _copy(source, todo, writer, threads, say)
+    for name, reason in lost[:5]:
+        say(f"left out {name}: {reason}")
+    converted = len(todo) - len(lost)
+    tokens = int(source.lengths.sum())
+    size = sum(p.stat().st_size for p in output.iterdir())
+    skipped = [*source.skipped, *lost]
+    say(
+        f"converted {converted:,} samples; {output} holds {len(source.ids) - len(lost):,} of"
+        f" {len(source.ids) + len(source.skipped):,} ({size / 1e9:,.2f} GB, {len(skipped):,} left out)"
+    )
+    return {
+        "path": str(output),
+        "source": str(source_path),
+        "samples": len(source.ids) - len(lost),
+        "converted": converted,
+        "tokens": tokens,
+        "bytes": size,
+        "seconds": round(time.monotonic() - started, 3),
+        "skipped": [list(s) for s in skipped],
+    }
+
+
+def _manifest(source: Source, path: Path, verifier: Verifier | None) -> Manifest:
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    if isinstance(source, StoreSource):
+        return replace(source.manifest, created=created)
+    if verifier is None:
+        raise EyasError(f"{path} does not say whose states it holds: name the verifier (--verifier-path)")
+    found = source.manifest
+    if found.norm_side == "unknown":
+        raise EyasError(
+            f"{path}: the side of the final norm cannot be found, because no sample has a token that is trained on"
+        )
+    digest = xxhash.xxh3_64()
+    for i, name in enumerate(source.ids):
+        ids, mask = source.tokens(i)
+        digest.update(name.encode() + b"\0")
+        digest.update(ids.tobytes())
+        digest.update(mask.tobytes())
+    return replace(
+        found,
+        fingerprint=verifier.fingerprint,
+        extractor=f"{found.extractor}, converted by eyas {__version__}",
+        source=digest.hexdigest(),
+        created=created,
+    )
+
+
+def _in_codec(manifest: Manifest, source: Source, output: Path, codec: str, last: str) -> Manifest:
+    """The manifest of the new store. Raises EyasError for a codec that the source cannot give."""
+    if manifest.last_rows == "trained" and last == "all":
+        raise EyasError(
+            f"{source.manifest.verifier}'s last states of untrained tokens are not in the source: --last trained"
+        )
+    if manifest.codec not in ("bf16", codec):
+        raise EyasError(f"the source is in {manifest.codec} already: convert what it was made from")
+    changed = replace(manifest, codec=codec, last_rows=last)
+    if codec != "int8" or changed.channels:
+        return changed
+    if (output / layout.MANIFEST).exists():  # go on with the sizes that were found when it was begun
+        return replace(changed, channels=Manifest.load(output).channels)
+    samples = (source.states(i) for i in range(len(source.ids)))
+    return replace(
+        changed, channels=codecs.said_channels(codecs.calibrate(samples, len(manifest.layers), manifest.hidden_size))
+    )
+
+
+def _copy(
+    source: Source, todo: list[int], writer: StoreWriter, threads: int, say: Callable[[str], None]
+) -> list[tuple[str, str]]:
+    """Append the samples `todo`; returns (sample, why) of those that could not be read."""
+    lost: list[tuple[str, str]] = []
+    started = said = time.monotonic()
+    nbytes, whole = 0, sum(source.nbytes(i) for i in todo)
+
+    def encode(i: int, layers: Sequence[Tensor]) -> Stored | EyasError:
+        try:
+            return writer.encode(source.tokens(i)[1], layers)
+        except EyasError as error:
+            return error
+
+    for number, (i, stored) in enumerate(scan(source, todo, encode, threads), start=1):
+        if isinstance(stored, EyasError):
+            lost.append((source.ids[i], str(stored)))
+        else:
+            writer.add(source.ids[i], *source.tokens(i), stored)
+        nbytes += source.nbytes(i)
+        now = time.monotonic()
+        if now - said >= SAY_SECONDS:
+            said, rate = now, nbytes / (now - started)
+            left = (whole - nbytes) / rate
+            say(f"convert {number:,}/{len(todo):,} samples · {rate / 1e6:,.0f} MB/s · {left:,.0f} s left")
+    return lost
+
+
+def _check_space(output: Path, lengths: list[int], manifest: Manifest) -> None:
+    needed = sum(layout.sample_bytes(t, manifest) for t in lengths)
+    free = shutil.disk_usage(output).free
+    if needed > free:
+        raise EyasError(
+            f"{output}: {sum(lengths):,} tokens need {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free there:"
+            " make room or name another folder"
+        )

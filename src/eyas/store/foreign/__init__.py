@@ -1,0 +1,14 @@
+"""Other tools' states, read in place: what is there is indexed once, then read by range like a store.
+
+    founding.py      data_*.pt by torch.save: the founding story's
+    specforge.py     SpecForge's data_*.ckpt and .ckpt.gz
+    speculators.py   speculators 0.9: an arrow dataset and hs_*.safetensors, bf16 or fp8
+    deepspec.py      DeepSpec's shards
+
+A format is a module with NAME, WHAT, `files(folder)`, `jobs(folder, files)`, `look(...)`; `torchzip.py` finds tensors
+in a torch.save file without running anything of it, `index.py` keeps what was found, `source.py` reads.
+"""
+
+from eyas.store.foreign.source import ForeignSource, find_format
+
+__all__ = ["ForeignSource", "find_format"]

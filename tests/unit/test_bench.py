@@ -1,0 +1,148 @@
+"""`eyas bench` without an engine: sweeps, counters of vLLM and SGLang, a server over HTTP, figures and table."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from eyas.errors import EyasError
+from eyas.evaluate.engines import drafts_of, figures, table
+from eyas.evaluate.served import Server, read_metrics
+
+VLLM = """\
+# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} %d.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} %d.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 70.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} %d.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} %d.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="m",position="1"} 1.7e+09
+"""
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("1..7", (1, 2, 3, 4, 5, 6, 7)), ("1,3,5", (1, 3, 5)), ("2", (2,))])
+def test_sweep_names_numbers_of_drafts(text: str, numbers: tuple[int, ...]) -> None:
+    assert drafts_of(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "7..1", "0..3", "a", "1..17"])
+def test_bad_sweep_is_refused(text: str) -> None:
+    with pytest.raises(EyasError, match="--sweep"):
+        drafts_of(text)
+
+
+def test_vllm_counters_are_read_by_position_and_over_engines() -> None:
+    found = read_metrics(VLLM % (50, 100, 40, 20) + VLLM.replace('engine="0"', 'engine="1"') % (50, 100, 30, 10))
+    assert found == {"drafts": 100, "drafted": 200, "accepted": [70, 30], "accept_length": None}
+
+
+def test_sglang_gives_a_mean_accept_length() -> None:
+    found = read_metrics('sglang:spec_accept_length{model_name="m",tp_rank="0"} 2.25\n')
+    assert found["accept_length"] == 2.25
+    assert found["drafts"] == 0
+
+
+def test_figures_count_the_verifiers_own_token_and_the_kept_drafts() -> None:
+    run = {"tokens": [[1, 2, 3], [4]], "seconds": 2.0, "per_token": 0.5, "drafts": 50, "accepted": [40, 20]}
+    found = figures(run)
+    assert found["accept_length"] == pytest.approx(1 + 0.8 + 0.4)
+    assert found["per_position"] == [0.8, 0.4]
+    assert found["tokens_per_s"] == 2.0
+    assert found["ms_per_token"] == 500
+
+
+class Engine(BaseHTTPRequestHandler):
+    """A server that answers every prompt with its own token ids as words, and counts drafts as vLLM would."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._send(json.dumps({"data": [{"id": "m"}]}))
+        else:
+            self._send(VLLM % (10 * Engine.asked, 20 * Engine.asked, 8 * Engine.asked, 4 * Engine.asked))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if len(body["prompt"]) > 3:
+            self._send('{"message": "too long"}', 400)
+            return
+        Engine.asked += 1
+        parts = [{"choices": [{"text": f"{t} "}]} for t in body["prompt"]]
+        parts.append({"choices": [], "usage": {"completion_tokens": len(body["prompt"])}})
+        self._send("".join(f"data: {json.dumps(p)}\n\n" for p in parts) + "data: [DONE]\n\n")
+
+    def _send(self, text: str, code: int = 200) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Engine.asked = 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_is_asked_in_order_and_its_counters_are_of_this_run(url: str) -> None:
+    server = Server(url)
+    run = {"name": "greedy", "prompts": [[5], [6, 7], [8, 9, 1]], "max_tokens": 8, "temperature": 0.0, "alone": False}
+    server.generate(run, 2, print)
+    found = server.generate(run, 2, print)
+    assert found["texts"] == ["5 ", "6 7 ", "8 9 1 "]
+    assert found["counts"] == [1, 2, 3]
+    assert (found["drafts"], found["accepted"]) == (30, [24, 12])
+    assert figures(found)["accept_length"] == pytest.approx(2.2)
+
+
+def test_a_server_that_refuses_is_quoted(url: str) -> None:
+    run = {"name": "greedy", "prompts": [[1, 2, 3, 4]], "max_tokens": 8, "temperature": 0.0, "alone": True}
+    with pytest.raises(EyasError, match=r"refused a prompt \(400\).*too long"):
+        Server(url).generate(run, 1, print)
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(EyasError, match="is the server up"):
+        Server("http://127.0.0.1:9/v1")
+
+
+def test_table_names_the_best_number_of_drafts() -> None:
+    def entry(pace: float, length: float | None) -> dict[str, Any]:
+        run = {"tokens_per_s": pace, "ms_per_token": 1000 / pace, "accept_length": length}
+        return {"greedy": run, "one_stream": run, "sampled": run}
+
+    drafted = [
+        {"draft_tokens": k, "identical": 8, "speedup": dict.fromkeys(("greedy", "one_stream", "sampled"), p / 30)}
+        | entry(p, 1.5)
+        for k, p in ((1, 36.0), (2, 45.0))
+    ]
+    text = table(
+        {
+            "engine": "vLLM 0.32.0",
+            "verifier": "v",
+            "dtype": "bfloat16",
+            "prompts": 8,
+            "max_new_tokens": 64,
+            "streams": 4,
+            "alone": entry(30.0, None),
+            "drafted": drafted,
+            "best": 2,
+            "best_streams": 1,
+        }
+    )
+    assert "best for one stream: 2 drafts a round; for 4: 1" in text
+    assert "8 of 8" in text
+    assert "1.50" in text.splitlines()[-2], "45 tokens/s for 30"

@@ -1,0 +1,133 @@
+"""Capture through vLLM, the part without an engine: how samples are cut at their answers, and what requests carry."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from eyas.capture.vllm import Answers, Conversation, _conversation, _longest, _runs, check_vllm, request_params
+from eyas.errors import EyasError
+from eyas.prepare import Prepared
+
+
+def prepared(mask: list[int]) -> Prepared:
+    ids = np.arange(100, 100 + len(mask), dtype=np.int32)
+    return Prepared({}, ["a"], [ids], [np.array(mask, bool)])
+
+
+def cut(mask: list[int]) -> Conversation | None:
+    return _conversation(prepared(mask), 0, answer=True)
+
+
+def test_runs_of_a_mask() -> None:
+    assert _runs(np.array([0, 0, 1, 1, 0], bool)) == [(0, 2, False), (2, 4, True), (4, 5, False)]
+    assert _runs(np.array([1], bool)) == [(0, 1, True)]
+
+
+def test_a_sample_as_it_is_keeps_all_its_tokens_and_trained_parts() -> None:
+    c = _conversation(prepared([0, 0, 1, 1, 0, 1]), 0, answer=False)
+    assert c is not None
+    assert c.pieces[0].tolist() == [100, 101, 102, 103, 104, 105]
+    assert c.trained == [(2, 4), (5, 6)]
+    assert _longest(c, None) == 6
+
+
+def test_a_sample_to_be_answered_is_cut_at_its_answers() -> None:
+    c = cut([0, 0, 1, 1, 0, 0, 1, 0])  # what follows the last answer is asked by nobody
+    assert c is not None
+    assert [p.tolist() for p in c.pieces] == [[100, 101], [104, 105]]
+    assert c.ends == [103, 106]
+    assert _longest(c, Answers(max_new_tokens=10)) == 4 + 2 * 11
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0, 1], [0, 0]])
+def test_a_sample_without_a_prompt_or_without_an_answer_cannot_be_answered(mask: list[int]) -> None:
+    assert cut(mask) is None
+
+
+def test_a_request_carries_the_hash_of_its_tokens() -> None:
+    sent = request_params("a", [1, 2, 3], [(1, 2)], answer=True)["eyas"]
+    digest = xxhash.xxh3_64_hexdigest(np.array([1, 2, 3], "<i4").tobytes())
+    assert sent == {"id": "a", "prompt": digest, "trained": [[1, 2]], "answer": True}
+
+
+def test_without_vllm_one_line_says_which_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else find(name))
+    with pytest.raises(EyasError, match="has no vLLM: install eyas"):
+        check_vllm()
+
+
+def test_an_answer_cut_short_gets_its_end_before_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine of this test answers two tokens a turn and never ends an answer."""
+    import eyas.capture.vllm as module
+
+    class Engine:
+        def __init__(self) -> None:
+            self.asked: list[tuple[str, list[int], Any]] = []
+            self.open: list[tuple[str, Any]] = []
+
+        def add_request(self, name: str, prompt: dict[str, Any], sampling: Any) -> None:
+            self.asked.append((name, list(prompt["prompt_token_ids"]), sampling))
+            self.open.append((name, sampling))
+
+        def step(self) -> list[Any]:
+            name, sampling = self.open.pop(0)
+            stored = {"eyas_stored": sampling["eyas"]["id"]} if sampling else None
+            return [Output(name, stored)]
+
+    class Output:
+        finished = True
+
+        def __init__(self, name: str, stored: Any) -> None:
+            self.request_id, self.kv_transfer_params = name, stored
+            self.outputs = [type("Text", (), {"token_ids": [7, 8], "finish_reason": "length"})()]
+
+    def sampling(c: Conversation, _answers: Any) -> Any:
+        last = c.turn == len(c.pieces) - 1
+        return request_params(c.name, c.tokens, c.trained, True) if last else {}
+
+    monkeypatch.setattr(module, "_sampling", sampling)
+    c, engine = cut([0, 0, 1, 1, 0, 0, 1]), Engine()
+    assert c is not None
+    (stored,) = module._serve(engine, [c], Answers(max_new_tokens=2), 4)
+    assert [tokens for _, tokens, _ in engine.asked] == [[100, 101], [100, 101, 7, 8, 103, 104, 105]]
+    assert stored.tokens == [100, 101, 7, 8, 103, 104, 105, 7, 8]
+    assert stored.trained == [(2, 4), (7, 9)]
+    assert engine.asked[1][2]["eyas"]["trained"] == [[2, 4]]
+
+
+def test_a_sample_that_the_engine_did_not_keep_stops_the_capture() -> None:
+    import eyas.capture.vllm as module
+
+    class Engine:
+        def add_request(self, *_args: Any) -> None: ...
+
+        def step(self) -> list[Any]:
+            text = type("Text", (), {"token_ids": [7], "finish_reason": "stop"})()
+            told = {"eyas_error": "the engine was given other tokens"}
+            return [
+                type("Out", (), {"finished": True, "request_id": "1", "kv_transfer_params": told, "outputs": [text]})
+            ]
+
+    c = _conversation(prepared([0, 1]), 0, answer=False)
+    assert c is not None
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(EyasError, match="other tokens"):
+        patch.setattr(module, "_sampling", lambda *_: {})
+        list(module._serve(Engine(), [c], None, 4))
+
+
+def test_the_store_of_one_engine_is_not_gone_on_with_by_another(tmp_path: Path) -> None:
+    """Different engines round differently; a store is of one of them."""
+    from eyas.capture.common import done_ids
+    from eyas.store.layout import Manifest
+
+    ours = Manifest("v", "f", 8, 4, 100, (1, 2, 3, 4), "before", extractor="eyas 1, transformers 5, bfloat16")
+    ours.save(tmp_path)
+    with pytest.raises(EyasError, match="extractor"):
+        done_ids(tmp_path, Manifest(**{**ours.__dict__, "extractor": "eyas 1, vllm 0.32.0, bfloat16"}))

@@ -1,0 +1,222 @@
+"""Many writers, one store: at once in one folder, or in folders of their own that are merged."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from eyas.cli import app
+from eyas.errors import EyasError
+from eyas.store import layout
+from eyas.store.info import info
+from eyas.store.layout import Manifest
+from eyas.store.merge import Merged, merge
+from eyas.store.reader import open_source
+from eyas.store.writer import StoreWriter
+from storekit import LAYERS, LENGTHS, MANIFEST, SMALL, assert_right, files, flip, run_to_death, sample
+
+
+def write(path: Path, numbers: Any, writer: str = "0", manifest: Manifest = MANIFEST) -> None:
+    with StoreWriter(path, manifest, writer=writer, **SMALL) as store:
+        for i in numbers:
+            if f"s{i}" not in store.done_ids:
+                store.add(*sample(i))
+
+
+def merged(folders: list[Path], output: Path) -> Merged:
+    return merge(folders, output, lambda _: None)
+
+
+def ids(path: Path) -> list[str]:
+    return sorted(open_source(path).ids, key=lambda name: int(name[1:]))
+
+
+def test_eight_writers_that_begin_at_once_fill_one_folder(tmp_path: Path) -> None:
+    for i in range(48):
+        sample(i)
+    started = threading.Barrier(8)
+    failures: list[BaseException] = []
+
+    def one(writer: int) -> None:
+        try:
+            started.wait()
+            write(tmp_path, range(writer, 48, 8), f"w{writer}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=one, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    source = open_source(tmp_path)
+    assert ids(tmp_path) == [f"s{i}" for i in range(48)]
+    assert source.skipped == []
+    assert_right(source)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_merged_stores_hold_every_sample_once_and_copy_no_states(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(4))
+    write(tmp_path / "b", range(3, 8))  # s3 is in both
+    write(tmp_path / "b", range(8, 10), "1")
+    before = {name: files(tmp_path / name) for name in "ab"}
+    done = merged([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
+    assert (done.samples, done.added, done.duplicates, done.differing, done.copied) == (10, 10, 1, 0, 0)
+    assert ids(tmp_path / "all") == [f"s{i}" for i in range(10)]
+    assert_right(open_source(tmp_path / "all"))
+    assert open_source(tmp_path / "all").manifest == MANIFEST
+    assert {name: files(tmp_path / name) for name in "ab"} == before
+    shard = next((tmp_path / "all").glob("shard-a_*"))
+    assert shard.stat().st_nlink == 2
+    again = merged([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
+    assert (again.samples, again.added) == (10, 0)
+
+
+def test_a_merge_goes_on_when_a_folder_has_grown(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(4))
+    merged([tmp_path / "a"], tmp_path / "all")
+    write(tmp_path / "a", range(9))
+    assert merged([tmp_path / "a"], tmp_path / "all").added == 5
+    assert ids(tmp_path / "all") == [f"s{i}" for i in range(9)]
+    assert_right(open_source(tmp_path / "all"))
+
+
+def test_a_shard_that_a_killed_writer_left_open_is_merged_too(tmp_path: Path) -> None:
+    write(tmp_path / "whole", range(5))
+    with pytest.raises(RuntimeError), StoreWriter(tmp_path / "a", MANIFEST, **SMALL) as store:
+        for i in range(5):
+            store.add(*sample(i))
+        raise RuntimeError
+    assert list((tmp_path / "a").glob("*.part"))
+    merged([tmp_path / "a"], tmp_path / "all")
+    assert ids(tmp_path / "all") == [f"s{i}" for i in range(5)]
+    assert_right(open_source(tmp_path / "all"))
+    assert files(tmp_path / "a") == files(tmp_path / "whole")
+
+
+def test_a_folder_whose_writer_is_at_work_is_refused(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "a", MANIFEST) as store:
+        store.add(*sample(0))
+        store.commit()
+        with pytest.raises(EyasError, match="being written by another process"):
+            merged([tmp_path / "a"], tmp_path / "all")
+
+
+def test_stores_of_two_kinds_are_not_merged(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(2))
+    write(tmp_path / "b", range(2, 4), manifest=replace(MANIFEST, norm_side="after"))
+    with pytest.raises(EyasError, match=r"b cannot be merged with .*a: norm_side"):
+        merged([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
+    assert not (tmp_path / "all").exists()
+    with pytest.raises(EyasError, match="is not a store"):
+        merged([tmp_path / "nothing"], tmp_path / "all")
+    with pytest.raises(EyasError, match="into itself"):
+        merged([tmp_path / "a"], tmp_path / "a")
+
+
+def test_shares_of_different_prepared_data_have_a_source_of_their_own(tmp_path: Path) -> None:
+    for name, part in (("a", range(2)), ("b", range(2, 4))):
+        write(tmp_path / name, part, manifest=replace(MANIFEST, source=name))
+    merged([tmp_path / "a", tmp_path / "b"], tmp_path / "ab")
+    merged([tmp_path / "b", tmp_path / "a"], tmp_path / "ba")
+    sources = {Manifest.load(tmp_path / name).source for name in ("ab", "ba")}
+    assert len(sources) == 1
+    assert not sources & {"a", "b", ""}
+
+
+def test_samples_that_differ_under_one_id_are_counted_and_the_first_is_kept(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(3))
+    with StoreWriter(tmp_path / "b", MANIFEST) as store:
+        name, tokens, mask, states = sample(1)
+        store.add(name, tokens, mask, states + 1)
+    done = merged([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
+    assert (done.samples, done.duplicates, done.differing) == (3, 1, 1)
+    assert_right(open_source(tmp_path / "all"))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_where_there_are_no_links_shards_are_copied_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    write(tmp_path / "a", range(6))
+    record = layout.read_journal(tmp_path / "a" / "journal-0.jsonl").records[2]
+    if damaged:
+        flip(tmp_path / "a" / record.shard, record.parts[1].offset + 7)
+
+    def no_link(*_: Any) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", no_link)
+    done = merged([tmp_path / "a"], tmp_path / "all")
+    assert done.linked == 0
+    assert done.copied == sum(p.stat().st_size for p in (tmp_path / "a").glob("shard-*"))
+    assert ids(tmp_path / "all") == [f"s{i}" for i in range(6) if not damaged or i != 2]
+    assert [name for name, _ in done.damaged] == (["s2"] if damaged else [])
+    assert_right(open_source(tmp_path / "all"))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_merge_killed_at_any_call_is_finished_by_the_next(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(4))
+    write(tmp_path / "b", range(4, 7))
+    folders = [tmp_path / "a", tmp_path / "b"]
+    merged(folders, tmp_path / "whole")
+    expected, deaths = files(tmp_path / "whole"), 0
+    for at in range(1000):
+        output = tmp_path / f"at{at}"
+        if not run_to_death(lambda output=output: merged(folders, output), at, torn=True, power_cut=False):
+            break
+        deaths += 1
+        if (output / layout.MANIFEST).exists() and layout.journals(output):
+            assert_right(open_source(output))
+        merged(folders, output)
+        assert files(output) == expected, f"killed at call {at}"
+    assert deaths > 15
+
+
+def test_info_tells_sizes_lengths_and_the_trained_share(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(9))
+    told = info(tmp_path / "a")
+    lengths = [LENGTHS[i] for i in range(9)]
+    trained = sum(T - T // 2 for T in lengths)
+    assert (told["samples"], told["tokens"], told["trained_tokens"]) == (9, sum(lengths), trained)
+    assert told["trained_share"] == round(trained / sum(lengths), 4)
+    assert told["state_bytes"] == sum(lengths) * len(LAYERS) * 24 * 2
+    assert told["lengths"]["histogram"] == [[0, 16, 6], [64, 128, 1], [128, 256, 1], [256, 512, 1]]
+    assert sum(n for _, _, n in told["lengths"]["histogram"]) == 9
+    assert (told["lengths"]["min"], told["lengths"]["max"]) == (1, 400)
+
+
+def test_the_command_line_merges_and_tells(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(3))
+    write(tmp_path / "b", range(3, 6))
+    run = CliRunner().invoke
+    result = run(app, ["store", "merge", f"{tmp_path}/a", f"{tmp_path}/b", "--output-dir", f"{tmp_path}/all"])
+    assert result.exit_code == 0
+    assert "6 samples, 6 added" in result.output
+    result = run(app, ["store", "info", f"{tmp_path}/all", "--json"])
+    assert json.loads(result.output)["samples"] == 6
+    assert json.loads(result.output)["writers"] == sorted(json.loads(result.output)["writers"])
+    assert "6 samples of tiny" in run(app, ["store", "info", f"{tmp_path}/all"]).output
+
+
+def test_states_of_a_merged_store_open_in_plain_safetensors(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    write(tmp_path / "a", range(3))
+    merged([tmp_path / "a"], tmp_path / "all")
+    found = [load_file(p) for p in sorted((tmp_path / "all").glob("shard-*"))]
+    states = {name: tensor for part in found for name, tensor in part.items()}
+    for j, layer in enumerate(LAYERS):
+        assert torch.equal(states[f"2.h{layer}"], sample(2)[3][j])
