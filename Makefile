@@ -22,6 +22,7 @@ help:
 	@echo "make bench         the benchmarks; NAME=x runs bench/x.py"
 	@echo "make bench-store   the read path against the disk, the memory and torch.load; writes bench/out/store.json"
 	@echo "make bench-train   the training step beside speculators 0.9.0 and the machine's matrix peak ($(ENGINES))"
+	@echo "make bench-record  the recorder's cost and longest silence (root for the slow disk); writes bench/out/record.json"
 	@echo "make clean         removes both environments, caches and build outputs; runs/ stays"
 	@echo "PYTHON=...         the Python 3.11 or newer that the environments are made with (now $(PYTHON))"
 
@@ -87,6 +88,9 @@ bench-store: setup
 
 bench-train: setup $(ENGINES)/.ready
 	@EYAS_ENGINE_PYTHON=$(CURDIR)/$(ENGINES)/bin/python $(BIN)/python bench/train.py $(ARGS)
+
+bench-record: setup
+	@$(BIN)/python bench/record.py $(ARGS)
 
 clean:
 	@rm -rf $(VENV) $(ENGINES) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist bench/out

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+
+from eyas.record.console import say
 
 app = typer.Typer(
     name="eyas",
@@ -33,11 +35,6 @@ DtypeOption = Annotated[str, typer.Option(help="auto (bf16 where the hardware co
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the code that the verifier's folder brings")
 ]
-
-
-def say(text: str) -> None:
-    """A line on standard output, out at once even into a pipe."""
-    print(text, flush=True)
 
 
 def layer_list(text: str | None) -> Any:
@@ -122,47 +119,53 @@ def capture(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Run the verifier over prepared samples and keep its hidden states in a store. Started again, it goes on."""
-    from eyas.capture import local, vllm
     from eyas.errors import EyasError
-    from eyas.verifier import Verifier
+    from eyas.record.record import Record
 
-    chosen = layer_list(layers)
-    verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
-    if engine == "vllm":
-        if codec != "bf16" or last != "all":
-            raise EyasError("--codec and --last need --engine local: capture, then eyas store convert")
-        more = json_object("--engine-args", engine_args)
-        if trust_remote_code:
-            more["trust_remote_code"] = True
-        answers = vllm.Answers(max_new_tokens, temperature, top_p, seed) if regenerate else None
-        vllm.capture(
+    with Record(output_dir / "record", "eyas capture", unit="sample") as record:
+        from eyas.capture import local, vllm
+        from eyas.verifier import Verifier
+
+        chosen = layer_list(layers)
+        verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
+        if engine == "vllm":
+            if codec != "bf16" or last != "all":
+                raise EyasError("--codec and --last need --engine local: capture, then eyas store convert")
+            more = json_object("--engine-args", engine_args)
+            if trust_remote_code:
+                more["trust_remote_code"] = True
+            answers = vllm.Answers(max_new_tokens, temperature, top_p, seed) if regenerate else None
+            vllm.capture(
+                verifier,
+                prepared,
+                output_dir,
+                layers=chosen,
+                dtype=dtype,
+                answers=answers,
+                in_flight=in_flight,
+                engine_args=more,
+                say=record.line,
+            )
+            return
+        if engine != "local":
+            raise EyasError(f"--engine {engine}: local or vllm")
+        if regenerate:
+            raise EyasError(
+                "--regenerate needs --engine vllm; without it: eyas prepare --regenerate, then eyas capture"
+            )
+        local.capture(
             verifier,
             prepared,
             output_dir,
             layers=chosen,
+            batch_tokens=batch_tokens,
+            codec=codec,
+            last=last,
             dtype=dtype,
-            answers=answers,
-            in_flight=in_flight,
-            engine_args=more,
-            say=say,
+            device=device,
+            say=record.line,
+            record=record,
         )
-        return
-    if engine != "local":
-        raise EyasError(f"--engine {engine}: local or vllm")
-    if regenerate:
-        raise EyasError("--regenerate needs --engine vllm; without it: eyas prepare --regenerate, then eyas capture")
-    local.capture(
-        verifier,
-        prepared,
-        output_dir,
-        layers=chosen,
-        batch_tokens=batch_tokens,
-        codec=codec,
-        last=last,
-        dtype=dtype,
-        device=device,
-        say=say,
-    )
 
 
 @app.command()
@@ -232,6 +235,18 @@ def train(
         bool | None, typer.Option("--freeze-head/--train-head", help="Leave lm_head as it starts [train]")
     ] = None,
     dropout: Annotated[float | None, typer.Option(help="On attention input and MLP, train only [0]")] = None,
+    on_nan: Annotated[
+        str | None, typer.Option(help="A step whose loss or gradient is no number: stop, or skip it [stop]")
+    ] = None,
+    tensorboard: Annotated[
+        bool | None, typer.Option("--tensorboard", help="Write TensorBoard files into the run directory")
+    ] = None,
+    wandb: Annotated[str | None, typer.Option(help="Weights & Biases project")] = None,
+    trackio: Annotated[str | None, typer.Option(help="trackio project")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Answer Prometheus on this port")] = None,
+    notify: Annotated[
+        list[str] | None, typer.Option(help="Tell a stall, a crash and the end there (apprise URL); may be repeated")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="[0]")] = None,
     dtype: Annotated[str | None, typer.Option(help="Compute dtype: auto, bf16, fp32 [auto]")] = None,
     device: Annotated[str | None, typer.Option(help="[auto]")] = None,
@@ -242,9 +257,9 @@ def train(
     """Train a drafter from scratch with training-time test."""
     flags = {name: value for name, value in locals().items() if name != "config"}
     from eyas.config import load_config
-    from eyas.train.loop import Run
+    from eyas.train.command import train as run
 
-    Run(load_config(flags, config), say).train()
+    run(load_config(flags, config))
 
 
 @app.command(name="eval")
@@ -264,22 +279,25 @@ def evaluate(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure a drafter: accept length on held-out states, and by real, lossless decoding of held-out prompts."""
-    from eyas.evaluate.run import EvalOptions, evaluate_checkpoint
+    from eyas.record.record import Record
 
-    options = EvalOptions(
-        verifier_path=verifier_path,
-        data_dir=data_dir,
-        val_ratio=val_ratio,
-        draft_tokens=draft_tokens,
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        dtype=dtype,
-        stream_dtype=stream_dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    evaluate_checkpoint(checkpoint, options, output, say)
+    with Record((output.parent if output else checkpoint) / "eval", "eyas eval", unit="prompt") as record:
+        from eyas.evaluate.run import EvalOptions, evaluate_checkpoint
+
+        options = EvalOptions(
+            verifier_path=verifier_path,
+            data_dir=data_dir,
+            val_ratio=val_ratio,
+            draft_tokens=draft_tokens,
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            dtype=dtype,
+            stream_dtype=stream_dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+        evaluate_checkpoint(checkpoint, options, output, record.line, record)
 
 
 @app.command()
@@ -612,6 +630,15 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
+def fault(e: Exception) -> NoReturn:
+    """A fault of the program itself: one line if a recorder has written its traceback to a file, else the traceback."""
+    notes = [n.removeprefix("eyas: ") for n in getattr(e, "__notes__", []) if n.startswith("eyas: ")]
+    if not notes:
+        raise e
+    print(f"eyas: {type(e).__name__}: {' '.join(str(e).split())[:300]} · {notes[0]}", file=sys.stderr)
+    sys.exit(1)
+
+
 def main() -> None:
     """Entry point: what the user did wrong is one line on stderr and exit code 2, never a traceback."""
     from eyas.errors import EyasError
@@ -624,11 +651,13 @@ def main() -> None:
         fail(f"{e.filename}: {e.strerror}" if e.filename and e.strerror else str(e))
     except (MemoryError, RuntimeError) as e:
         if not isinstance(e, MemoryError) and "out of memory" not in str(e) and "can't allocate memory" not in str(e):
-            raise
+            fault(e)
         fail("out of memory: take fewer tokens at a time (--batch-tokens, --max-seq-len, --batch-size)")
     except KeyboardInterrupt:
         print("eyas: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as e:
+        fault(e)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,15 @@ class TrainConfig(BaseModel):
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="On the attention's input and the MLP's middle, train only")
 
+    on_nan: Literal["stop", "skip"] = Field("stop", description="What a step whose loss or gradient is no number does")
+    tensorboard: bool = Field(False, description="Write TensorBoard files into the run directory")
+    wandb: str | None = Field(None, description="Weights & Biases project")
+    trackio: str | None = Field(None, description="trackio project")
+    metrics_port: int | None = Field(None, ge=1, le=65535, description="Answer Prometheus on this port")
+    notify: list[str] = Field(
+        [], exclude=True, description="Where a stall, a crash and the end are told (apprise URLs)"
+    )
+
     seed: int = Field(0, ge=0)
     dtype: Literal["auto", "bf16", "fp32"] = Field("auto", description="Compute dtype; masters are always fp32")
     device: str = "auto"
@@ -113,8 +122,15 @@ class TrainConfig(BaseModel):
         return value
 
     def resolved(self) -> dict[str, Any]:
-        """Plain values, as run.yaml holds them."""
+        """Plain values, as run.yaml holds them; not `notify`, whose addresses hold passwords."""
         return self.model_dump(mode="json", exclude={"resume"})
+
+    def sinks(self) -> list[str]:
+        """Who else hears of the run, in the words of `eyas.record`."""
+        found = ["tensorboard"] if self.tensorboard else []
+        for name, value in (("wandb", self.wandb), ("trackio", self.trackio), ("prometheus", self.metrics_port)):
+            found += [f"{name}={value}"] if value is not None else []
+        return found + [f"notify={url}" for url in self.notify]
 
 
 def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:

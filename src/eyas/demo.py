@@ -162,9 +162,8 @@ def demo(run_dir: Path, cache_dir: Path, conversations: Path, say: Say = print) 
 
 def train_and_ask(config: TrainConfig, say: Say) -> dict[str, Any]:
     """Train, and half-way ask `eyas why` about this very process, as somebody else on the machine would."""
+    from eyas.train.command import recorder
     from eyas.train.loop import Run
-
-    run = Run(config, say)
 
     def ask() -> None:
         while run.step < run.total // 2:
@@ -182,12 +181,14 @@ def train_and_ask(config: TrainConfig, say: Say) -> dict[str, Any]:
 
     over = threading.Event()
     asking = threading.Thread(target=ask, name="eyas-demo-why", daemon=True)
-    asking.start()
-    try:
-        trained = run.train()
-    finally:
-        over.set()
-        asking.join()
+    with recorder(config, say) as record:
+        run = Run(config, record.line, record)
+        asking.start()
+        try:
+            trained = run.train()
+        finally:
+            over.set()
+            asking.join()
     if trained["stopped"] == "signal":
         raise KeyboardInterrupt
     return trained

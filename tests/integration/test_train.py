@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = ("--max-seq-len", 64, "--batch-tokens", 128, "--dtype", "fp32", "--num-workers", 2)
 STATUS = re.compile(
     r"step 1/(?P<total>[\d,]+) · epoch 1/\d+ · loss \d+\.\d+ · accuracy \d\.\d+/\d\.\d+/\d\.\d+ · lr \d\.\d+e-\d+ · "
-    r"grad norm [\d.]+ · [\d,]+ tokens/s · data wait \d+% · [\d,.]+ MB/s · .* left"
+    r"grad norm [\d.]+ · [\d,]+ tokens/s · data wait \d+% · [\d,.]+ MB/s( of the [\d,]+ needed)? · .* left"
 )
 
 

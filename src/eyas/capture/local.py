@@ -40,6 +40,7 @@ from eyas.capture.common import (
 from eyas.device import compute_dtype, pick_device
 from eyas.errors import EyasError
 from eyas.prepare import Prepared, read_prepared
+from eyas.record.record import Record
 from eyas.store import codecs, layout
 from eyas.store.agreement import top1
 from eyas.store.layout import Manifest
@@ -64,6 +65,7 @@ def capture(
     dtype: str = "auto",
     device: str = "auto",
     say: Callable[[str], None] = print,
+    record: Record | None = None,
 ) -> dict[str, Any]:
     """Write the states of every prepared sample to the store `output_dir`; goes on where an earlier run stopped.
 
@@ -95,15 +97,20 @@ def capture(
     if done:
         say(f"capture: {len(prepared.ids) - len(todo):,} samples are in {output} already")
     agreements: list[float] = []
+    record = record or Record(None)
     if todo:
+        record.enter("reading verifier")
         say(f"capture: loading {verifier.config.name} ({str(number_type).removeprefix('torch.')}, {kind})")
         run = _Run(verifier, manifest, number_type, kind)
         progress.start()
         if codec == "int8" and not manifest.channels:
             manifest = replace(manifest, channels=_calibrate(run, prepared, todo, batch_tokens))
         with StoreWriter(output, manifest) as writer:
+            record.open()
+            record.begin(progress.all_samples, progress.samples, kind)
             checked = -1
             for batch in _batches(prepared, todo, batch_tokens):
+                record.enter("forward")
                 states = run.states([prepared.input_ids[i] for i in batch])
                 names = [prepared.ids[i] for i in batch]
                 rows = [prepared.input_ids[i] for i in batch]
@@ -111,11 +118,15 @@ def capture(
                     check_finite(name, s, manifest.layers)
                 if (tenth := CHECKS * progress.tokens // sum(lengths)) > checked:
                     checked = tenth
+                    record.enter("validating")
                     agreements.append(run.check(names, rows, states))
+                record.enter("saving")
                 for i, s in zip(batch, states, strict=True):
                     writer.add(prepared.ids[i], prepared.input_ids[i], prepared.loss_mask[i], s)
                 progress.add(len(batch), sum(map(len, rows)))
-    size = sum(p.stat().st_size for p in output.iterdir())
+                record.count(progress.samples, progress.tokens)
+            record.enter("finishing")
+    size = sum(p.stat().st_size for p in output.iterdir() if p.is_file())
     agreement = min(agreements) if agreements else None
     if agreement is not None:
         say(f"capture: {size / 1e6:,.0f} MB; the head agrees with the verifier on {agreement:.1%} of checked positions")

@@ -27,6 +27,7 @@ from eyas.errors import EyasError
 from eyas.evaluate.decode import Decoded, EagleDraft, decode, near_tie
 from eyas.evaluate.offline import OfflineFigures, evaluate
 from eyas.files import write_json
+from eyas.record.record import Record
 from eyas.regenerate import end_token_ids
 from eyas.store.reader import Source, open_source
 from eyas.train.batches import Loader, pack, split_source
@@ -88,12 +89,14 @@ def check_verifier(folder: Path, verifier: Verifier) -> None:
 
 
 def evaluate_checkpoint(
-    path: Path, options: EvalOptions, output: Path | None = None, say: Say = print
+    path: Path, options: EvalOptions, output: Path | None = None, say: Say = print, record: Record | None = None
 ) -> dict[str, Any]:
     """All figures of a checkpoint, written to `output` (default: eval.json in its run directory) and returned.
 
     Raises EyasError when the decoding is not lossless, after writing the figures.
     """
+    record = record or Record(None)
+    record.enter("reading verifier")
     folder, run = find_checkpoint(path)
     verifier_path = options.verifier_path or run.get("verifier_path")
     data_dir = options.data_dir or run.get("data_dir")
@@ -107,7 +110,9 @@ def evaluate_checkpoint(
         compute_dtype(options.stream_dtype, device)  # refuses a name that is no dtype before any work
     verifier = Verifier(verifier_path, trust_remote_code=options.trust_remote_code)
     check_verifier(folder, verifier)
+    record.enter("indexing")
     source = open_source(Path(data_dir), verifier.config, verifier.fingerprint, say)
+    record.enter("reading verifier")
     drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding())
     layers = aux_layers(source, verifier)
     if layers != checkpoint_layers(folder, verifier.config):
@@ -124,7 +129,8 @@ def evaluate_checkpoint(
             output.parent.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise EyasError(f"cannot write {output}: {e.strerror}") from None
-    figures = offline(drafter, vocab, verifier, source, val, max_seq_len, options.draft_tokens, dtype)
+        record.open()
+    figures = offline(drafter, vocab, verifier, source, val, max_seq_len, options.draft_tokens, dtype, record)
     result: dict[str, Any] = {"checkpoint": folder.name, "val": figures.to_dict() if figures else None}
     if figures:
         say(offline_line(figures))
@@ -133,7 +139,7 @@ def evaluate_checkpoint(
     if not found:
         raise EyasError(f"no validation sample of {data_dir} begins with a prompt: there is nothing to decode from")
     names, prompts = [name for name, _ in found], [prompt for _, prompt in found]
-    result["decode"] = by_decoding(drafter, vocab, verifier, layers, prompts, options, dtype, device, say)
+    result["decode"] = by_decoding(drafter, vocab, verifier, layers, prompts, options, dtype, device, say, record)
     result["decode"]["prompt_ids"] = names
     if output is not None:
         write_json(output, result)
@@ -155,12 +161,15 @@ def offline(
     max_seq_len: int,
     steps: int,
     dtype: torch.dtype,
+    record: Record,
 ) -> OfflineFigures | None:
     """Figures of `samples` from their captured states."""
+    record.enter("validating")
     device = drafter.embedding.device
     head = verifier_head(verifier, source, vocab, device, dtype)
     packs = pack(samples, source.lengths, max_seq_len, max_seq_len)
-    return evaluate(drafter, head, Loader(source, packs, steps, max_seq_len, 2), steps, dtype)
+    batches = record.follow(Loader(source, packs, steps, max_seq_len, 2), len(packs))
+    return evaluate(drafter, head, batches, steps, dtype)
 
 
 def spread(items: list[T], count: int) -> list[T]:
@@ -212,8 +221,11 @@ def by_decoding(
     dtype: torch.dtype,
     device: torch.device,
     say: Say = print,
+    record: Record | None = None,
 ) -> dict[str, Any]:
     """Decode `prompts` with and without the drafter, compare, count, and time one stream."""
+    record = record or Record(None)
+    record.enter("reading verifier")
     model = verifier.load_model(dtype, device)
     run = decoder(model, drafter.for_inference(dtype), vocab, verifier, layers, options, dtype)
 
@@ -221,6 +233,8 @@ def by_decoding(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     outputs: list[tuple[list[int], list[int]]] = [([], [])] * len(prompts)
     counted = Decoded([], accepted=[0] * options.draft_tokens)
+    record.enter("decoding")
+    record.begin(len(prompts))
     for start in range(0, len(order), options.batch_size):
         rows = order[start : start + options.batch_size]
         batch = [prompts[i] for i in rows]
@@ -231,6 +245,7 @@ def by_decoding(
         for i, a, b in zip(rows, drafted.tokens, alone.tokens, strict=True):
             outputs[i] = (a, b)
         done = min(start + options.batch_size, len(order))
+        record.count(done, counted.new_tokens)
         say(f"decoded {done}/{len(order)} prompts · accept length {counted.accept_length:.3f} so far")
 
     differences = []

@@ -28,6 +28,7 @@ import xxhash
 from torch import Tensor
 
 from eyas.drafter.plan import Plan, make_plan
+from eyas.record.outlet import name_thread
 from eyas.store.reader import Source
 from eyas.store.readpath import Loaded, ReadPath
 from eyas.store.ring import Ring
@@ -233,7 +234,8 @@ class Loader:
 
     source: what to read, or the path to read it by: give one path to all epochs of a run, it owns the buffers;
     start: the pack to begin at; device: where the batches shall be.
-    waited: seconds that `next` blocked so far; nbytes: bytes read so far; reading: samples of the batch waited for.
+    waited: seconds that `next` blocked so far; nbytes: bytes read so far; reading: samples of the batch waited for;
+    ready: batches that are read and not yet taken.
     Closing the iterator (or leaving its loop) stops the threads. A batch is the caller's to keep: its memory is used
     again when nothing refers to its tensors any more.
     """
@@ -256,6 +258,11 @@ class Loader:
         self.waited = 0.0
         self.nbytes = 0
         self.reading: list[int] = []
+        self._ahead: deque[_UnderWay] = deque()
+
+    @property
+    def ready(self) -> int:
+        return sum(each.future.done() for each in list(self._ahead))
 
     def __iter__(self) -> Iterator[Batch]:
         waiting = iter(self.packs[self.start :])
@@ -267,9 +274,9 @@ class Loader:
                 self._count(batch, started)
                 yield batch
             return
-        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="eyas-read")
+        pool = ThreadPoolExecutor(self.threads, "eyas-read", name_thread, ("eyas-read",))
         uploader = self._uploader()
-        ahead: deque[_UnderWay] = deque()
+        ahead = self._ahead
         handed = 0.0
         try:
             while True:

@@ -26,6 +26,8 @@ from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
 from eyas.evaluate.offline import OfflineFigures, evaluate
 from eyas.files import write_json
+from eyas.record.beat import INTERRUPTED
+from eyas.record.record import Record
 from eyas.store.reader import open_source
 from eyas.store.readpath import ReadPath
 from eyas.train.batches import Batch, Loader, epoch_order, pack, split_source
@@ -36,11 +38,11 @@ from eyas.train.rundir import link, open_run, refuse_another_run, save_run
 from eyas.train.setup import aux_layers, verifier_head
 from eyas.train.start import make_drafter
 from eyas.train.state import Progress, States, about_state, check_identity, identity, progress, prune
-from eyas.train.status import Status
 from eyas.train.stop import Stop, resume_command
 from eyas.verifier import Verifier
 
 Say = Callable[[str], None]
+WARMUP_COST = 0.4  # of an epoch that trains step 0 alone, of one with all steps (bench/RESULTS.md)
 
 
 class Run:
@@ -50,7 +52,8 @@ class Run:
     """
 
     @other_ranks_gone()
-    def __init__(self, config: TrainConfig, say: Say = print) -> None:
+    def __init__(self, config: TrainConfig, say: Say = print, record: Record | None = None) -> None:
+        self.record = record or Record(None, say=say)
         self.config, self.ranks = config, Ranks.join(config.device)
         self.say: Say = say if self.ranks.first else lambda _text: None
         refuse_another_run(config)
@@ -58,13 +61,16 @@ class Run:
         torch.manual_seed(config.seed)
         self.device = self.ranks.device
         self.dtype = compute_dtype(config.dtype, self.device)
+        self.record.enter("reading verifier")
         self.verifier = Verifier(config.verifier_path, trust_remote_code=config.trust_remote_code)
+        self.record.enter("indexing")
         with self.ranks.one_by_one():  # an index that is built is built by one
             self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, self.say)
         # Filling the cache costs more than reading past it, and one epoch never comes back to it.
         cache_gb = 0 if config.epochs == 1 and config.cache_gb == "auto" else config.cache_gb
         self.reads = ReadPath(self.source, cache_gb=cache_gb, device=self.device, say=self.say)
         self.train_samples, self.val_samples = self._split()
+        self.record.enter("reading verifier")
         self.drafter, self.vocab = make_drafter(config, self.verifier, self.source, self.dtype, self.say)
         self.drafter.to(self.device)
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
@@ -89,7 +95,7 @@ class Run:
         self.states = States(config.output_dir, self.ranks, config.keep)
         self.at = Progress()
         self.ended: str | None = None
-        self.stop, self.status = Stop(), Status(self.say)
+        self.stop = Stop()
         self.began, self.seconds_before, self.steps_before = time.monotonic(), 0.0, 0
         self._copy: Drafter | None = None
 
@@ -128,22 +134,24 @@ class Run:
     @other_ranks_gone()
     def _train(self) -> None:
         c = self.config
-        with self.states, self.stop, self.status:
+        with self.states, self.stop:
             if self.ranks.first:
                 open_run(c.output_dir, self.states)
             self.ranks.wait()
+            self.record.open()
             self._go_on()
             if self.ranks.first:
                 save_run(c, self.source, self.verifier)
             self._introduce()
             self.began, self.seconds_before, self.steps_before = time.monotonic(), self.at.seconds, self.step
+            self.record.begin(self.total, self.step, str(self.device), self._share_done())
             while self.at.epoch < c.epochs and self.ended is None:
                 if self.at.position == 0 and self._patience_over():
                     self.ended = "patience"
                     break
                 self._epoch(self.at.epoch)
                 self._after_epoch()
-            self.status.phase = "saving"
+            self.record.enter("saving")
             self.states.finish()
 
     def _go_on(self) -> None:
@@ -222,6 +230,8 @@ class Run:
             self.say(f"done{why}: {at.step:,} steps in {at.seconds:,.0f} s · best checkpoint {c.output_dir / 'best'}")
             if self.ended == "time":
                 self.say(f"go on with: {resume_command(c.output_dir)}")
+        if self.ended in ("signal", "time"):
+            self.record.end("stopped", INTERRUPTED)
         self.ranks.leave()
         return summary
 
@@ -234,8 +244,7 @@ class Run:
         ]
         mine = [packs[i] for step in steps for i in step[self.ranks.rank :: self.ranks.world]]
         loader = Loader(self.reads, mine, K, c.max_seq_len, c.num_workers, device=self.device)
-        meter = Meter(loader)
-        batches = iter(loader)
+        batches = self.record.data(loader, self.source.ids.__getitem__, "copying")
         waited = at.waited
         for step in steps:
             metrics = self._step(epoch, step, K, batches)
@@ -244,13 +253,26 @@ class Run:
             at.step, at.position, at.packs = at.step + 1, at.position + len(step), at.packs + len(step)
             tokens = sum(int(np.minimum(self.source.lengths[packs[i]], c.max_seq_len).sum()) for i in step)
             at.tokens, at.metrics, at.waited = at.tokens + tokens, metrics, waited + loader.waited
-            meter.add(tokens)
-            where = f"step {at.step:,}/{self.total:,}"
-            force = at.step == self.steps_before + 1 or at.step == self.total
-            self.status.step(where, lambda: self._line(where, epoch, metrics, meter), force)  # noqa: B023
+            self.record.step(
+                step=at.step, tokens=tokens, samples=lambda: self._names(epoch, step), done=self._share_done(),  # noqa: B023
+                epoch=f"{epoch + 1}/{c.epochs}", **metrics,
+            )  # fmt: skip
             self.states.look()
             if c.save_every and at.step % c.save_every == 0 and at.position < len(packs):
+                self.record.enter("saving")
                 self._save_state()
+        batches.close()
+
+    def _names(self, epoch: int, indices: list[int]) -> list[str]:
+        """Ids of the samples in these packs."""
+        return [self.source.ids[i] for index in indices for i in self.epochs[epoch][index]]
+
+    def _share_done(self) -> float:
+        """Of the whole run's work: an epoch of step 0 alone costs less than one of all steps."""
+        c, at = self.config, self.at
+        cost = [WARMUP_COST if e < c.ttt_warmup_epochs and c.ttt_steps > 1 else 1.0 for e in range(c.epochs)]
+        work = [w * len(packs) for w, packs in zip(cost, self.epochs, strict=True)]
+        return (sum(work[: at.epoch]) + (cost[at.epoch] * at.position)) / sum(work)
 
     def _step(self, epoch: int, indices: list[int], K: int, batches: Iterator[Batch]) -> dict[str, Any] | None:
         """One optimiser step over the packs `indices` of the epoch, of which every rank takes each W-th.
@@ -258,7 +280,7 @@ class Run:
         Returns loss, accuracy per TTT step, gradient norm and learning rate, over all ranks; None where a rank was told
         to stop, and nothing was done.
         """
-        c, ranks, packs = self.config, self.ranks, self.epochs[epoch]
+        c, ranks, packs, enter = self.config, self.ranks, self.epochs[epoch], self.record.enter
         mine = indices[ranks.rank :: ranks.world]
         told = [float(self.stop.asked is not None), float(self._time_over())]
         samples = [i for index in mine for i in packs[index]]
@@ -270,25 +292,28 @@ class Run:
         sums = torch.zeros(1 + K, dtype=torch.float64, device=self.device)
         rounds = math.ceil(len(indices) / ranks.world)  # the same on every rank, whatever there is for it
         for n in range(rounds):
-            self.status.phase = "waiting for data"
             batch = next(batches) if n < len(mine) else None
-            self.status.phase = "training step"
+            enter("forward")
             seed = pack_seed(c.seed, epoch, mine[n]) if batch else None
             with held_back(self.model, n < rounds - 1):
                 loss, correct = self.model(batch, counts, seed)
+                enter("backward")
                 (loss * ranks.world).backward()  # gradients are means over ranks
             sums += torch.cat([loss.detach()[None].double(), correct.double()])
+        enter("optimiser")
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), c.max_grad_norm)))
         loss_sum, *correct_sums = ranks.add(sums).tolist()
-        if not (math.isfinite(loss_sum) and math.isfinite(norm)):  # one such step would end up in every weight
-            names = ", ".join([self.source.ids[i] for index in indices for i in packs[index]][:5])
-            raise EyasError(
-                f"the loss is {loss_sum}, its gradient {norm}, at step {self.step + 1}: samples {names}; "
-                "lower --lr or check the data"
-            )
-        self._update(rate)
+        if math.isfinite(loss_sum) and math.isfinite(norm):
+            self._update(rate)
+        else:  # one such step would end up in every weight
+            skip = c.on_nan == "skip"
+            text = self.record.bad_loss(loss_sum, norm, self.step + 1, self._names(epoch, indices), skip)
+            if not skip:
+                raise EyasError(f"{text}; lower --lr, check the data, or leave such steps out with --on-nan skip")
+            self.drafter.zero_grad(set_to_none=True)
+        enter("logging")
         accuracy = [right / n if n else 0.0 for right, n in zip(correct_sums, counts, strict=True)]
-        return {"loss": loss_sum, "accuracy": accuracy, "grad_norm": norm, "lr": rate}
+        return {"loss": loss_sum, "accuracy": accuracy, "lr": rate, "grad_norm": norm}
 
     def _update(self, rate: float) -> None:
         """Step with the gradients that are there."""
@@ -310,7 +335,7 @@ class Run:
         """Validate, keep the drafter, save the state. A signal leaves all but the state for later."""
         at = self.at
         if at.position and self.ended != "signal":
-            self.status.phase = "validating"
+            self.record.enter("validating")
             drafter = self.shown()
             figures = self.validate(drafter)
             if self.ranks.any(self.stop.asked is not None):
@@ -319,7 +344,7 @@ class Run:
                 self._keep(drafter, figures)
                 if at.position == len(self.epochs[at.epoch]):
                     at.epoch, at.position = at.epoch + 1, 0
-        self.status.phase = "saving"
+        self.record.enter("saving")
         self._save_state()
 
     def validate(self, drafter: Drafter) -> OfflineFigures | None:
@@ -329,7 +354,8 @@ class Run:
         mine = packs[ranks.rank :: ranks.world]
         loader = Loader(self.reads, mine, c.ttt_steps, c.max_seq_len, c.num_workers, device=self.device)
         drafter.eval()
-        figures = evaluate(drafter, self.head, self._until_told(loader), c.ttt_steps, self.dtype, ranks.add)
+        batches = self.record.follow(self._until_told(loader), len(mine))
+        figures = evaluate(drafter, self.head, batches, c.ttt_steps, self.dtype, ranks.add)
         drafter.train()
         return figures
 
@@ -357,7 +383,8 @@ class Run:
         name = f"step-{at.step:06d}"
         done = at.epoch + 1
         if self.ranks.first:
-            self.status.phase = "saving a checkpoint"
+            self.record.enter("saving")
+            begun = time.monotonic()
             about = {
                 "verifier": {"name": self.verifier.config.name, "fingerprint": self.verifier.fingerprint},
                 "step": at.step,
@@ -367,6 +394,7 @@ class Run:
             folder = run / "checkpoints" / name
             save_checkpoint(folder, drafter, self.vocab, self.verifier.config, self.layers, more={"eyas.json": about})
             link(run / "last", folder)
+            self.record.checkpoint(folder, time.monotonic() - begun)
         score = figures.accept_length if figures else float(at.step)
         if at.best is None or score > at.best[0]:
             at.best = (score, name)
@@ -376,9 +404,10 @@ class Run:
             at.validations.append({"step": at.step, "epoch": done, **figures.to_dict()})
             accuracy = "/".join(f"{a:.3f}" for a in figures.accuracy)
             when = "after" if at.position == len(self.epochs[at.epoch]) else "in"
-            self.status.line(
+            self.record.validation(
+                figures.to_dict(),
                 f"validation {when} epoch {done}: loss {figures.loss:.4f} · accuracy {accuracy} · "
-                f"accept length {figures.accept_length:.3f} (greedy {figures.accept_length_greedy:.3f})"
+                f"accept length {figures.accept_length:.3f} (greedy {figures.accept_length_greedy:.3f})",
             )
 
     def _patience_over(self) -> bool:
@@ -386,42 +415,3 @@ class Run:
         lengths = [v["accept_length"] for v in self.at.validations]
         n = self.config.patience
         return n is not None and len(lengths) > n and max(lengths[-n:]) <= max(lengths[:-n])
-
-    def _line(self, where: str, epoch: int, m: dict[str, Any], meter: Meter) -> str:
-        accuracy = "/".join(f"{a:.3f}" for a in m["accuracy"])
-        left = (time.monotonic() - self.began) / (self.step - self.steps_before) * (self.total - self.step)
-        return (
-            f"{where} · epoch {epoch + 1}/{self.config.epochs} · loss {m['loss']:.4f} · accuracy {accuracy} · "
-            f"lr {m['lr']:.2e} · grad norm {m['grad_norm']:.2f} · {meter.take()} · {clock(left)} left"
-        )
-
-
-class Meter:
-    """Speed since the last line: tokens/s, MB/s, and the share of time spent waiting for data."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-        self._at, self._tokens, self._waited, self._bytes = time.monotonic(), 0, loader.waited, loader.nbytes
-
-    def add(self, tokens: int) -> None:
-        """Count a step's tokens."""
-        self._tokens += tokens
-
-    def take(self) -> str:
-        """The figures in words; starts anew."""
-        now = time.monotonic()
-        seconds = max(now - self._at, 1e-9)
-        text = (
-            f"{self._tokens / seconds:,.0f} tokens/s · data wait {(self.loader.waited - self._waited) / seconds:.0%} · "
-            f"{(self.loader.nbytes - self._bytes) / seconds / 1e6:,.1f} MB/s"
-        )
-        self._at, self._tokens, self._waited, self._bytes = now, 0, self.loader.waited, self.loader.nbytes
-        return text
-
-
-def clock(seconds: float) -> str:
-    """42 s, 7 min, 3 h 20 min."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

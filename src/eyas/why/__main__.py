@@ -37,6 +37,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--deep", action="store_true", help="add native stacks and two seconds of strace; this does pause the process"
     )
+    parser.add_argument("--look", action="store_true", help="look at the process also where a run's own beat tells all")
     parser.add_argument("--timeout", type=float, default=15.0, metavar="S", help="give up after S seconds (default 15)")
     parser.add_argument("--log", metavar="FILE", help="the log, if it is not the process's own output")
     parser.add_argument("--fail-on", metavar="STATE", help="exit non-zero for these states only, e.g. stuck,failed")
@@ -53,6 +54,7 @@ def main(words: list[str] | None = None) -> int:
         fail_on=given.fail_on,
         replay=given.replay,
         save=given.save,
+        whole=given.look,
     )
 
 

@@ -35,6 +35,7 @@ KEYS = (
     "next",
     "do_not",
     "not_visible",
+    "beat",
 )
 STATES = ("finished", "failed", "quiet", "slow", "stuck", "healthy", "unknown")
 EXIT = {"healthy": 0, "quiet": 0, "finished": 0, "slow": 1, "stuck": 2, "failed": 2, "unknown": 3}
@@ -59,7 +60,11 @@ def to_json(judgement: Judgement) -> Answer:
 
 def render(judgement: Judgement, *, color: bool = False, verbose: bool = False) -> str:
     """Plain text, at home in a pipe; `color` marks the first line only."""
-    given = compose(judgement)
+    return render_answer(compose(judgement), color=color, verbose=verbose)
+
+
+def render_answer(given: Answer, *, color: bool = False, verbose: bool = False) -> str:
+    """`render` of an answer that is there already."""
     first = given["sentence"]
     if color:
         first = f"\x1b[1;{_COLOR.get(given['state'], 36)}m{first}\x1b[0m"
@@ -67,6 +72,8 @@ def render(judgement: Judgement, *, color: bool = False, verbose: bool = False) 
     for key, title in _QUESTIONS:
         question = given["questions"][key]
         lines.append(f"  {title:<12} {question['answer']:<8}{question['evidence']}")
+    if given["beat"] is not None:
+        lines += ["", "The run's own beat", *_beat(given["beat"])]
     if given["chain"]:
         lines += ["", "Wait chain"]
         for depth, link in enumerate(given["chain"]):
@@ -89,6 +96,11 @@ def render(judgement: Judgement, *, color: bool = False, verbose: bool = False) 
 def _log_title(given: Answer) -> str:
     over = given["state"] in ("finished", "failed")
     return "The log" if over or given["silence"]["reason"] == "not-silent" else "Why the log is silent"
+
+
+def _beat(told: Mapping[str, Any]) -> list[str]:
+    lines = [f"  {told['words']}"] + [f"  they differ: {words}" for words in told["differs"]]
+    return lines if told["differs"] else [*lines, "  /proc agrees"]
 
 
 def _numbers(group: Mapping[str, Any]) -> str:

@@ -37,30 +37,59 @@ def run_why(
     fail_on: str | None = None,
     replay: str | None = None,
     save: str | None = None,
+    whole: bool = False,
 ) -> int:
-    """Look, judge, print the answer; returns the exit code."""
+    """Look, judge, print the answer; returns the exit code. A run of eyas is answered from its beat where that settles
+    it; whole: look at the process in any case."""
     try:
         failing = _fail_on(fail_on)
+        seen = None
         if replay is not None:
             snapshot = _replay(replay)
         else:
-            snapshot = look(parse(target), timeout, stacks=stacks, deep=deep, log=log)
+            named = parse(target)
+            seen = _beat(named)
+            if seen is not None and not (whole or stacks or deep or save):
+                from eyas.why import beat
+
+                if (quick := beat.answer(seen, named)) is not None:
+                    return _print(quick, json_out, failing)
+            snapshot = look(named, timeout, stacks=stacks, deep=deep, log=log)
             _check_wall(snapshot)
-        from eyas.why.answer import redact, render, to_json
+        from eyas.why.answer import redact, to_json
         from eyas.why.judge import judge
 
         if save is not None:
             _save(redact(snapshot), save)
         answer = judge(snapshot, _now(snapshot))
         found = to_json(answer)
-        if json_out:
-            print(json.dumps(found, indent=2, ensure_ascii=False))
-        else:
-            print(render(answer, color=_color()))
+        if seen is not None:
+            from eyas.why import beat
+
+            found["beat"] = beat.as_json(seen)
+        return _print(found, json_out, failing)
     except EyasError as error:
         return _complain(error)
     except BrokenPipeError:
         return 0
+
+
+def _beat(target: Target) -> Any:
+    """What the beat of a run of eyas on this host says, held against /proc; None where there is none."""
+    from eyas.why import beat
+
+    path = beat.find(target)
+    return beat.see(path) if path is not None else None
+
+
+def _print(found: dict[str, Any], json_out: bool, failing: set[str] | None) -> int:
+    """Print an answer; returns the exit code."""
+    from eyas.why.answer import render_answer
+
+    if json_out:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        print(render_answer(found, color=_color()))
     state = str(found["state"])
     if failing is not None:
         return max(1, EXIT[state]) if state in failing else 0

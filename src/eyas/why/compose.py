@@ -54,6 +54,7 @@ def compose(j: Judgement, took_s: float | None = None) -> dict[str, Any]:
         "next": [_fill(line, fields) for line in words.next],
         "do_not": [_fill(line, fields) for line in words.do_not],
         "not_visible": _not_visible(f),
+        "beat": None,
     }
 
 

@@ -20,6 +20,10 @@ from eyas.why.storage import DataView, Mount, read_data, read_mounts
 
 Json = Mapping[str, Any]
 TRICKLE = 64 * 1024  # bytes a second below which reading is housekeeping (a tracker reading /proc), not data
+_RECORDER_SAYS = re.compile(  # eyas/record/words.py: `step 31/300 · forward 20 s · ...`, with the time in log.txt
+    r"(?:\d{4}-\d\d-\d\d [\d:]{8} )?(?:rank \d+: )?"
+    r"(?:(?:before the first \w+|\w+ [\d,]+(?:/[\d,]+)?) · [\w ]+ \d+ s(?: · |$)|stall: |eyas why: )"
+)
 WAITING = ("futex", "poll", "epoll", "pipe-read", "socket", "sleep", "hidden", "event", "lock")
 
 
@@ -217,7 +221,11 @@ class Facts:
 
     @cached_property
     def heartbeat(self) -> bool:
-        """The log still grows, but only by the same sentence over and over: alive, yet no step."""
+        """The log still grows, but only by the same sentence over and over, or by what the recorder of an eyas run
+        says in place of a silent trainer: alive, yet no step."""
+        last = self.log_tail.rstrip().rpartition("\n")[2]
+        if _RECORDER_SAYS.match(last):
+            return True
         lines = [re.sub(r"\d+", "#", line.strip()) for line in self.log_tail.splitlines()[-12:] if line.strip()]
         if len(lines) < 6 or self.log is None:
             return False

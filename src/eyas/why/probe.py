@@ -865,7 +865,7 @@ COMPILER = re.compile(r"^(ptxas|cicc|nvcc|fatbinary|nvlink|ninja|cc1|cc1plus|cud
                       r"cc|c\+\+|clang|clang\+\+|triton\S*|"
                       r"x86_64-linux-gn\S*|aarch64-linux-g\S*|mlir\S*|hipcc)(-[\d.]+)?$")
 TRACKER = re.compile(r"wandb-core|wandb[-_]service|wandb-xpu|gpu_stats|wandb\.sdk|mlflow|tensorboard|trackio|comet|"
-                     r"neptune|aim(hub)?\b|clearml")
+                     r"neptune|aim(hub)?\b|clearml|eyas[/.]record[/.](sidecar|sinks)")
 PROBER = re.compile(r"^(nvidia-smi|nvtop|gpustat|py-spy|strace|htop|top|dcgm\S*|nvitop)$")
 TRAIN = re.compile(r"(^|[/ ._-])(pre|post)?(train|trainer|training|finetune|fine[-_]tune|finetuning|pretrain|sft|dpo|"
                    r"grpo|ppo|rlhf|distill|lora|learn|fit)"

@@ -249,6 +249,8 @@ def _threads(pid: int, seen: list[tuple[float, Json]], span: float) -> Iterable[
         tids[str(pid)] = [_as_thread(sample) for _, sample in seen]
     for tid, looks in tids.items():
         comm = str(looks[-1].get("comm") or "?")
+        if comm == "eyas-record":  # the recorder of an eyas run wakes every second, however stuck the run is
+            continue
         waits = tuple(classify(str(x.get("state") or "?"), x.get("wchan"), x.get("syscall")) for x in looks)
         width = span if len(looks) == len(seen) else 0.0
         run, wait = per_second(looks[0], looks[-1], "run_s", width), per_second(looks[0], looks[-1], "wait_s", width)

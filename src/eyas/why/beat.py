@@ -1,0 +1,286 @@
+"""The beat of an eyas run, read by `eyas why`, and held against what /proc shows.
+
+A run of eyas says what it does, so most questions are answered in a third of a second: two looks at the beat, two at
+the process. What the beat claims is checked: the process must be the one that wrote it, and a phase that means work
+must show work. Where they differ, or the run may be stuck, `answer` gives None and the whole look follows, with what
+was found here as evidence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eyas.record import beat, events
+from eyas.record.look import Process, look, read_bytes
+from eyas.record.words import clock, phase_words, step_words
+from eyas.why.target import Target
+from eyas.why.waits import is_storage
+
+SPAN = 0.3  # seconds between the two looks
+WORK = ("copying", "forward", "backward", "optimiser", "computing", "logging")
+QUIET = {
+    "starting": ("quiet.initialising", "starts"),
+    "reading verifier": ("quiet.initialising", "reads the verifier"),
+    "indexing": ("quiet.initialising", "reads the index of the data"),
+    "compiling": ("quiet.compiling", "compiles"),
+    "validating": ("quiet.evaluating", "validates"),
+    "saving": ("quiet.checkpointing", "saves a checkpoint"),
+    "finishing": ("quiet.initialising", "finishes"),
+}
+LONG = 60.0  # a phase that has not moved for longer is looked at wholly
+
+
+@dataclass
+class Seen:
+    """Both looks at one run, and where its words and /proc differ."""
+
+    path: str
+    first: dict[str, Any]
+    b: dict[str, Any]
+    before: Process
+    process: Process
+    alive: bool
+    read: int  # bytes between the looks
+    now: float  # monotonic
+    differs: list[str] = field(default_factory=list)
+
+    @property
+    def moving(self) -> bool:
+        """Whether work went on between the looks."""
+        a, b = self.first, self.b
+        return any(a[key] != b[key] for key in ("step", "moved", "since", "part", "tokens", "bytes"))
+
+    @property
+    def cpu(self) -> float:
+        return (self.process.cpu - self.before.cpu) / SPAN
+
+    @property
+    def still(self) -> float:
+        """Seconds since anything moved."""
+        return float(self.now - max(self.b["since"], self.b["moved"]))
+
+    @property
+    def words(self) -> str:
+        return f"{step_words(self.b)}, {phase_words(self.b, self.now, self.read / SPAN)}"
+
+
+def find(target: Target) -> str | None:
+    """Where the beat of a target of this host lies; None when it has none."""
+    if target.host is not None:
+        return None
+    if target.kind == "pid" and isinstance(target.value, int):
+        with contextlib.suppress(OSError), open(f"/proc/{target.value}/maps", errors="replace") as file:  # noqa: PTH123
+            for line in file:
+                found = re.search(r" (/\S*/eyas-\S+\.beat)$", line.rstrip())
+                if found:
+                    return f"/proc/{target.value}/root{found.group(1)}"
+    if target.kind in ("run_dir", "log") and target.value is not None:
+        place = Path(str(target.value))
+        place = place if target.kind == "run_dir" else place.parent
+        if target.kind == "run_dir" or place.joinpath("events.jsonl").exists():
+            path = place / "beat"
+            return str(path) if path.exists() else None
+    return None
+
+
+def see(path: str) -> Seen | None:
+    """Look twice; None when there is no beat that this version reads."""
+    try:
+        first = beat.read(path)
+        pid = first["pid"]
+        before, read = look(pid), read_bytes(pid)
+        if first["state"] == "running":
+            time.sleep(SPAN)
+        b = beat.read(path)
+    except (OSError, ValueError):
+        return None
+    process = look(pid)
+    alive = process.state not in ("gone", "Z", "X") and beat.starttime(pid) == b["starttime"]
+    seen = Seen(path, first, b, before, process, alive, read_bytes(pid) - read, time.monotonic())
+    seen.differs = differences(seen)
+    return seen
+
+
+def differences(s: Seen) -> list[str]:
+    """Where the beat's words and /proc do not fit together."""
+    b, phase, found = s.b, s.b["phase"], []
+    if b["state"] == "running" and not s.alive:
+        found.append(f"the beat says that it runs, and there is no PID {b['pid']} that started then")
+    if not s.alive or b["state"] != "running":
+        return found
+    main = s.process.threads.get(b["pid"])
+    if s.process.stopped:
+        found.append(f"the beat says {phase}, and the process is stopped")
+    elif (
+        phase in WORK and not s.moving and s.cpu < 0.05 and main is not None and main[1].blocked and not _gpu(b["pid"])
+    ):
+        found.append(
+            f"the beat says {phase} for {s.still:.0f} s, and no CPU is used: its main thread is {main[1].words}"
+        )
+    elif phase == "waiting for data" and not s.moving and main is not None and main[1].family == "run" and s.cpu > 0.9:
+        found.append("the beat says waiting for data, and its main thread is on the CPU all the time")
+    return found
+
+
+def _gpu(pid: int) -> bool:
+    """Whether the process holds a GPU: work on it needs no CPU."""
+    with contextlib.suppress(OSError):
+        for fd in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(fd.path).startswith(("/dev/nvidia", "/dev/kfd")):  # noqa: PTH115
+                    return True
+    return False
+
+
+def answer(s: Seen, target: Target) -> dict[str, Any] | None:
+    """The answer to "what is it doing?" in the schema of docs/why.md, when the beat and /proc settle it; else None."""
+    b, phase = s.b, s.b["phase"]
+    name = f"{Path(b['run']).name or b['run']} (PID {b['pid']})"
+    if b["state"] == "ended" and not s.alive:
+        verdict, sentence = "finished.ok", f"{name} is over: {step_words(b)}, ended in order."
+    elif b["state"] == "ended" and not s.differs:
+        verdict = "finished.lingering"
+        sentence = f"{name} is over: {step_words(b)}, ended in order; its process is still there."
+    elif b["state"] in ("failed", "interrupted") and not s.alive and (end := _end(b)) is not None:
+        verdict, sentence = _failed(end), str(end.get("text") or f"{name} has failed at {step_words(b)}")
+    elif b["state"] != "running" or s.differs or not s.alive:
+        return None
+    elif phase in QUIET and (s.moving or s.still < LONG) and (s.moving or s.cpu >= 0.05 or s.read > 0):
+        verdict, does = QUIET[phase]
+        sentence = f"{name} {does}: {s.words}."
+    elif s.moving and b["step"]:
+        verdict, sentence = "healthy.training", f"{name} trains: {s.words}{_pace(b)}."
+    elif phase in WORK and s.cpu >= 0.05 and s.still < max(LONG, 5 * b["phases"][phase][2]):
+        verdict, sentence = "quiet.long-step", f"{name} computes: {s.words}."
+    else:
+        return None
+    state = verdict.partition(".")[0]
+    main = s.process.threads.get(b["pid"])
+    doing = main[1].words if main else "gone"
+    raw = main[1].raw if main else None
+    storage = sorted(n for n, w in s.process.threads.values() if is_storage(w.family) and w.blocked)
+    chain = [{"kind": "main", "words": f"main thread of PID {b['pid']} is {doing}", "pid": b["pid"], "tid": b["pid"],
+              "raw": raw, "source": "wchan"}] if main else []  # fmt: skip
+    seconds, eta = _seconds_per_step(b), None
+    if seconds and b["total"]:
+        eta = round(seconds * (b["total"] - b["step"]))
+    wall = time.time()
+    evidence = [
+        _item("beat", wall, f"the beat says {s.words}", s.path),
+        _item("/proc", wall, f"PID {b['pid']} is that process, {s.cpu:.0%} CPU, its main thread {doing}" if s.alive else
+              f"PID {b['pid']} is gone", raw),
+    ]  # fmt: skip
+    if storage:
+        evidence.append(
+            _item("/proc", wall, f"{len(storage)} thread(s) wait for a disk: {', '.join(storage[:4])}", None)
+        )
+    return {
+        "schema": "eyas.why/1",
+        "target": {
+            "asked": target.asked, "host": os.uname().nodename, "pid": b["pid"], "name": Path(b["run"]).name,
+            "user": None, "age_s": round(s.now - b["started"], 1) if s.alive else None, "members": None,
+            "log": str(Path(b["run"]) / "log.txt"), "note": None, "training": True,
+        },
+        "took_s": SPAN,
+        "state": state,
+        "verdict": verdict,
+        "grade": "established",
+        "sentence": sentence,
+        "questions": {
+            "finished": {"answer": "yes" if state == "finished" else "no", "evidence": f"the beat says {b['state']}"},
+            "crashed": {"answer": "yes" if state == "failed" else "no", "evidence": f"the beat says {b['state']}"},
+            "stalled": {"answer": "no", "evidence": f"last movement {max(0.0, s.still):.1f} s ago"},
+            "only_quiet": {"answer": "yes" if state == "quiet" else "no", "evidence": f"phase: {phase}"},
+        },
+        "evidence": evidence,
+        "against": [],
+        "runner_up": {
+            "verdict": None, "score": 0.0, "evidence": [], "against": [], "separate": "the whole look: --look",
+        },
+        "also": [],
+        "chain": chain,
+        "ranks": None,
+        "progress": {
+            "step": b["step"] or None, "total": b["total"] or None, "epoch": None, "scope": "run",
+            "seconds_per_step": seconds, "line_interval_s": 10.0, "log_idle_s": round(max(0.0, s.now - b["spoke"]), 1),
+            "eta_s": eta, "data_pass_s": None,
+            "signals": [{"name": "beat", "moved": s.moving, "forward": True, "text": s.words, "source": "beat"}],
+        },
+        "data": None,
+        "silence": {"reason": "not-silent", "sentence": "An eyas run says a line at least every ten seconds.",
+                    "evidence": [], "expected_in_s": None},
+        "next": [f"tail -n 3 {Path(b['run']) / 'log.txt'}", f"The whole look: eyas why {b['pid']} --look"],
+        "do_not": [],
+        "not_visible": [],
+        "beat": as_json(s),
+    }  # fmt: skip
+
+
+def _end(b: dict[str, Any]) -> dict[str, Any] | None:
+    """The last event of a run that is over, if its events say how it ended."""
+    last = None
+    with contextlib.suppress(OSError):
+        for e in events.read(Path(b["run"]) / "events.jsonl"):
+            last = e if e.get("event") == "end" and e.get("rank") == b["rank"] else last
+    return last if last is not None and last["time"] >= b["started_wall"] else None
+
+
+def _failed(end: dict[str, Any]) -> str:
+    """The verdict for an end that was none in order."""
+    number = int(end.get("status") or 0) & 0x7F
+    if end.get("oom"):
+        return "failed.oom-killed"
+    if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
+        return "failed.native-crash"
+    if number or end.get("how") in ("stopped", "interrupted"):
+        return "failed.signal"
+    return "failed.exception"
+
+
+def as_json(s: Seen) -> dict[str, Any]:
+    """The key "beat" of an answer."""
+    b = s.b
+    return {
+        "path": s.path,
+        "run": b["run"],
+        "pid": b["pid"],
+        "rank": b["rank"],
+        "state": b["state"],
+        "step": b["step"],
+        "total": b["total"] or None,
+        "phase": b["phase"],
+        "phase_s": round(max(0.0, s.now - b["since"]), 1),
+        "still_s": round(max(0.0, s.still), 1),
+        "file": b["file"] or None,
+        "queue": b["queue"] if b["queue"] >= 0 else None,
+        "moving": s.moving,
+        "agrees": not s.differs,
+        "differs": s.differs,
+        "words": s.words,
+    }
+
+
+def _pace(b: dict[str, Any]) -> str:
+    seconds = _seconds_per_step(b)
+    if not seconds:
+        return ""
+    left = f", {clock(seconds * (b['total'] - b['step']))} left" if b["total"] else ""
+    return f", {seconds:.3g} s a step{left}"
+
+
+def _seconds_per_step(b: dict[str, Any]) -> float | None:
+    """Seconds a step takes, from what the loop's phases have taken so far."""
+    done = b["step"] - b["first_step"]
+    inside = sum(b["phases"][name][1] for name in (*WORK, "waiting for data") if name in b["phases"])
+    return round(inside / done, 4) if done > 0 and inside > 0 else None
+
+
+def _item(source: str, when: float, derived: str, raw: str | None) -> dict[str, Any]:
+    return {"source": source, "time": when, "raw": raw, "derived": derived, "weight": 5}

@@ -1,0 +1,153 @@
+"""When a run speaks, and what it says of its losses. Time is a number here that the tests move."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from eyas.record import phases as phases_module
+from eyas.record import record as record_module
+from eyas.record.console import step_line
+from eyas.record.record import Record
+from eyas.record.sidecar import Ranks
+from eyas.record.words import clock, phase_words
+
+
+class Clock:
+    """The monotonic clock, in seconds."""
+
+    now = 1000.0
+
+    def ns(self) -> int:
+        return int(self.now * 1e9)
+
+
+@pytest.fixture
+def clock_(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    for module in (record_module, phases_module):
+        monkeypatch.setattr(module, "monotonic_ns", fake.ns)
+    return fake
+
+
+@pytest.mark.parametrize("pace", [0.01, 0.3, 1.0, 4.0, 9.0])
+def test_steady_steps_are_said_at_least_every_ten_seconds_and_not_much_more(clock_: Clock, pace: float) -> None:
+    said: list[float] = []
+    rec = Record(None, say=lambda _text: said.append(clock_.now))
+    rec.begin(0)
+    for _ in range(round(100 / pace)):
+        clock_.now += pace
+        rec.step(loss=1.0)
+    gaps = [b - a for a, b in pairwise(said)]
+    assert said[0] == pytest.approx(1000 + pace), "the first step"
+    assert max(gaps) <= 10.0 + 1e-6
+    assert len(said) <= 100 / max(10 - pace, 1) + 3
+
+
+def test_the_last_step_is_said(clock_: Clock) -> None:
+    said: list[str] = []
+    rec = Record(None, say=said.append)
+    rec.begin(5)
+    for _ in range(5):
+        clock_.now += 0.1
+        rec.step(loss=1.0)
+    assert [line.partition(" · ")[0] for line in said] == ["step 1/5", "step 5/5"]
+
+
+def test_a_resumed_run_speaks_at_its_own_first_step(clock_: Clock) -> None:
+    said: list[str] = []
+    rec = Record(None, say=said.append)
+    rec.begin(500, step=311)
+    clock_.now += 2.0
+    rec.step(loss=1.0)
+    assert said and said[0].startswith("step 312/500") and said[0].endswith(f"{clock(2.0 * 188)} left")
+
+
+def test_an_exploding_loss_is_said_at_once_with_its_samples(clock_: Clock) -> None:
+    said: list[str] = []
+    rec = Record(None, say=said.append)
+    rec.begin(0)
+    for i in range(40):
+        clock_.now += 0.1
+        rec.step(loss=2.0 + 0.2 * (i % 3), samples=lambda: ["never"])
+    assert len(said) == 1, "noise is no explosion"
+    rec.step(loss=9.0, samples=lambda: ["c7", "c9"])
+    assert said[1].startswith("warning: the loss explodes: 9 at step 41") and said[1].endswith("samples c7, c9")
+    rec.step(loss=9.5, samples=lambda: ["c8"])
+    assert len(said) == 2, "once in a while"
+
+
+def test_a_loss_that_is_no_number_is_said_also_at_the_first_step() -> None:
+    said: list[str] = []
+    rec = Record(None, say=said.append)
+    rec.begin(0)
+    rec.step(loss=float("nan"), samples=["c1"])
+    assert "the loss is no number: nan at step 1" in said[0] and "c1" in said[0]
+    assert rec.bad_loss(float("inf"), 1.0, 2, ["c2", "c3"], skipped=True) == "the loss is inf at step 2: samples c2, c3"
+    assert said[-1].endswith("the step is skipped (--on-nan skip)")
+
+
+def test_data_and_its_loader_are_followed() -> None:
+    class Loader:
+        nbytes = 0
+        closed = False
+
+        def __iter__(self) -> Any:
+            try:
+                for i in range(3):
+                    self.nbytes += 100
+                    assert rec.doing == "waiting for data"
+                    yield i
+            finally:
+                self.closed = True
+
+    rec, loader = Record(None), Loader()
+    for _ in rec.data(loader):
+        assert rec.doing == "computing"
+        rec.step()
+    assert rec.nbytes == 300 and loader.closed
+    rec.step()
+    assert rec.beat_values()["bytes"] == 300
+
+
+def test_parts_of_a_long_phase_count_as_progress() -> None:
+    rec = Record(None)
+    rec.enter("validating")
+    seen = [(rec.beat_values()["part"], rec.beat_values()["parts"]) for _ in rec.follow("abc", 3)]
+    assert seen == [(0, 3), (1, 3), (2, 3)] and rec.beat_values()["part"] == 3
+
+
+def test_the_words_of_a_line() -> None:
+    b = {"phase": "waiting for data", "since": 100.0, "part": 0, "parts": 0, "file": "data_9142.pt", "queue": 0}
+    assert phase_words(b, 114.2, 212e6, 720e6) == (
+        "waiting for data 14 s · data_9142.pt · 0 ready · 212.0 MB/s of the 720 needed"
+    )
+    speed = {"tokens_per_s": 8120.4, "data_wait": 0.4, "bytes_per_s": 2e8, "bytes_needed_per_s": 5e8, "left": 7000.0}
+    figures = {"epoch": "1/10", "loss": 2.03125, "accuracy": [0.5, 0.25], "lr": 1e-3}
+    assert step_line(812, 45_000, figures, speed) == (
+        "step 812/45,000 · epoch 1/10 · loss 2.0312 · accuracy 0.500/0.250 · lr 1.00e-03 · 8,120 tokens/s · "
+        "data wait 40% · 200.0 MB/s of the 500 needed · 1 h 57 min left"
+    )
+
+
+def test_a_straggler_is_named_with_its_phase() -> None:
+    def beats(step: int) -> dict[int, dict[str, Any]]:
+        data = {r: 0.09 if r == 5 else 0.01 for r in range(8)}
+        return {
+            r: {
+                "rank": r, "step": step,
+                "phases": {"waiting for data": (step, step * data[r], 0.0), "copying": (0, 0.0, 0.0),
+                           "forward": (step, step * 0.09, 0.0)},
+            } for r in range(8)
+        }  # fmt: skip
+
+    ranks = Ranks(None, 0)
+    ranks.beats = beats(10)
+    assert ranks.straggler(100.0) == ""
+    ranks.beats = beats(40)
+    assert ranks.straggler(101.0) == "", "not more often than every half a minute"
+    assert ranks.straggler(131.0) == "rank 5 is 1.8 times slower than the others: waiting for data"
+    ranks.beats = beats(70)
+    assert ranks.straggler(162.0) == "", "said once"
