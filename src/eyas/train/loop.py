@@ -272,7 +272,8 @@ class Run:
         c, at = self.config, self.at
         cost = [WARMUP_COST if e < c.ttt_warmup_epochs and c.ttt_steps > 1 else 1.0 for e in range(c.epochs)]
         work = [w * len(packs) for w, packs in zip(cost, self.epochs, strict=True)]
-        return (sum(work[: at.epoch]) + (cost[at.epoch] * at.position)) / sum(work)
+        begun = cost[at.epoch] * at.position if at.position else 0.0
+        return (sum(work[: at.epoch]) + begun) / sum(work)
 
     def _step(self, epoch: int, indices: list[int], K: int, batches: Iterator[Batch]) -> dict[str, Any] | None:
         """One optimiser step over the packs `indices` of the epoch, of which every rank takes each W-th.
