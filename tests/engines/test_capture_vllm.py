@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from enginelab import CONVERSATIONS, MAX_TOKENS, TRAINED, Engines, Note, write_prepared
+from enginelab import CONVERSATIONS, MAX_TOKENS, ROOT, TRAINED, Note, write_prepared
 
 CAPTURE = """
 import json, sys
@@ -97,7 +97,6 @@ def test_answers_and_their_states_come_from_one_pass(
     verifier: Any,
     held_out: Path,
     prompts: list[list[int]],
-    served: Engines,
     tmp_path: Path,
     figures: dict[str, Any],
     note: Note,
@@ -107,7 +106,7 @@ def test_answers_and_their_states_come_from_one_pass(
 
     prepare(verifier, [held_out], tmp_path / "prepared", max_seq_len=512, show=0)
     answers = {"max_new_tokens": MAX_TOKENS}
-    made = capture_there(tmp_path / "prepared", tmp_path / "store", answers, len(prompts))
+    capture_there(tmp_path / "prepared", tmp_path / "store", answers, len(prompts))
     source = StoreSource(tmp_path / "store", verifier.config, verifier.fingerprint)
     assert len(source.ids) == len(prompts)
     asked = sorted(map(tuple, prompts))
@@ -125,10 +124,19 @@ def test_answers_and_their_states_come_from_one_pass(
     assert aux < 0.01
     assert last < 0.05
 
-    alone = served(0, "bfloat16")["greedy"]
-    pace = [sum(map(len, alone["tokens"])) / alone["seconds"], int(source.trained.sum()) / made["seconds"]]
-    figures["capture_overhead"] = pace[0] / pace[1] - 1
-    note(f"generation {pace[0]:.0f} tokens/s, with capture {pace[1]:.0f}: {figures['capture_overhead']:+.1%}")
+
+def test_what_capture_costs(
+    eyas_there: Callable[..., Any], verifier: Any, held_out: Path, tmp_path: Path, figures: dict[str, Any], note: Note
+) -> None:
+    """Two engines that take turns, so that what else the machine does falls on both. Measured, not held to a limit."""
+    arguments = [str(ROOT / "bench" / "vllm_capture.py"), "--verifier", str(verifier.path.absolute())]
+    arguments += ["--prompts", str(held_out), "--new-tokens", "48", "--turns", "3"]
+    process = eyas_there([*arguments, "--output", str(tmp_path / "overhead.json")], tmp_path / "log.txt")
+    assert process.wait() == 0, (tmp_path / "log.txt").read_text()[-2000:]
+    found = json.loads((tmp_path / "overhead.json").read_text())
+    assert len(found["capture"]) == len(found["plain"]) == 3
+    figures["capture_overhead"] = found["overhead"]
+    note((tmp_path / "log.txt").read_text().splitlines()[-1])
 
 
 def test_a_kill_loses_nothing_and_the_rerun_completes(

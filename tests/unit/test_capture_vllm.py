@@ -68,6 +68,8 @@ def test_an_answer_cut_short_gets_its_end_before_the_next_turn(monkeypatch: pyte
     import eyas.capture.vllm as module
 
     class Engine:
+        engine_core = None  # it has no scheduler in this process
+
         def __init__(self) -> None:
             self.asked: list[tuple[str, list[int], Any]] = []
             self.open: list[tuple[str, Any]] = []
