@@ -130,6 +130,6 @@ def test_the_store_of_one_engine_is_not_gone_on_with_by_another(tmp_path: Path) 
     from eyas.store.layout import Manifest
 
     ours = Manifest("v", "f", 8, 4, 100, (1, 2, 3, 4), "before", extractor="eyas 1, transformers 5, bfloat16")
-    ours.save(tmp_path)
+    ours.create(tmp_path)
     with pytest.raises(EyasError, match="extractor"):
         done_ids(tmp_path, Manifest(**{**ours.__dict__, "extractor": "eyas 1, vllm 0.32.0, bfloat16"}))
