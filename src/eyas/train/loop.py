@@ -138,10 +138,10 @@ class Run:
             if self.ranks.first:
                 open_run(c.output_dir, self.states)
             self.ranks.wait()
-            self.record.open()
             self._go_on()
             if self.ranks.first:
                 save_run(c, self.source, self.verifier)
+            self.record.open()
             self._introduce()
             self.began, self.seconds_before, self.steps_before = time.monotonic(), self.at.seconds, self.step
             self.record.begin(self.total, self.step, str(self.device), self._share_done())
@@ -254,7 +254,7 @@ class Run:
             tokens = sum(int(np.minimum(self.source.lengths[packs[i]], c.max_seq_len).sum()) for i in step)
             at.tokens, at.metrics, at.waited = at.tokens + tokens, metrics, waited + loader.waited
             self.record.step(
-                step=at.step, tokens=tokens, samples=lambda: self._names(epoch, step), done=self._share_done(),  # noqa: B023
+                step=at.step, tokens=tokens, samples=self._names(epoch, step), done=self._share_done(),
                 epoch=f"{epoch + 1}/{c.epochs}", **metrics,
             )  # fmt: skip
             self.states.look()
@@ -263,9 +263,9 @@ class Run:
                 self._save_state()
         batches.close()
 
-    def _names(self, epoch: int, indices: list[int]) -> list[str]:
-        """Ids of the samples in these packs."""
-        return [self.source.ids[i] for index in indices for i in self.epochs[epoch][index]]
+    def _names(self, epoch: int, indices: list[int]) -> Callable[[], list[str]]:
+        """The ids of the samples in these packs, looked up when they are needed."""
+        return lambda: [self.source.ids[i] for index in indices for i in self.epochs[epoch][index]]
 
     def _share_done(self) -> float:
         """Of the whole run's work: an epoch of step 0 alone costs less than one of all steps."""
@@ -307,14 +307,18 @@ class Run:
         if math.isfinite(loss_sum) and math.isfinite(norm):
             self._update(rate)
         else:  # one such step would end up in every weight
-            skip = c.on_nan == "skip"
-            text = self.record.bad_loss(loss_sum, norm, self.step + 1, self._names(epoch, indices), skip)
-            if not skip:
-                raise EyasError(f"{text}; lower --lr, check the data, or leave such steps out with --on-nan skip")
-            self.drafter.zero_grad(set_to_none=True)
+            self._without(loss_sum, norm, self._names(epoch, indices)())
         enter("logging")
         accuracy = [right / n if n else 0.0 for right, n in zip(correct_sums, counts, strict=True)]
         return {"loss": loss_sum, "accuracy": accuracy, "lr": rate, "grad_norm": norm}
+
+    def _without(self, loss: float, norm: float, names: list[str]) -> None:
+        """A step whose loss or gradient is no number, the same on every rank: left out, or EyasError."""
+        skip = self.config.on_nan == "skip"
+        text = self.record.bad_loss(loss, norm, self.step + 1, names, skip) if self.ranks.first or not skip else ""
+        if not skip:
+            raise EyasError(f"{text}; lower --lr, check the data, or leave such steps out with --on-nan skip")
+        self.drafter.zero_grad(set_to_none=True)
 
     def _update(self, rate: float) -> None:
         """Step with the gradients that are there."""
@@ -405,11 +409,12 @@ class Run:
             at.validations.append({"step": at.step, "epoch": done, **figures.to_dict()})
             accuracy = "/".join(f"{a:.3f}" for a in figures.accuracy)
             when = "after" if at.position == len(self.epochs[at.epoch]) else "in"
-            self.record.validation(
-                figures.to_dict(),
+            text = (
                 f"validation {when} epoch {done}: loss {figures.loss:.4f} · accuracy {accuracy} · "
-                f"accept length {figures.accept_length:.3f} (greedy {figures.accept_length_greedy:.3f})",
+                f"accept length {figures.accept_length:.3f} (greedy {figures.accept_length_greedy:.3f})"
             )
+            if self.ranks.first:
+                self.record.validation(figures.to_dict(), text)
 
     def _patience_over(self) -> bool:
         """Whether the last `patience` validations brought no longer accept length than one before them."""
