@@ -8,7 +8,7 @@ PIP_FLAGS := -qq --no-input --disable-pip-version-check --root-user-action=ignor
 PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
 ENGINE_PIP := $(ENGINES)/bin/python -m pip
 
-.PHONY: help setup demo test lint test-engines faults accuracy bench bench-store bench-record clean
+.PHONY: help setup demo test lint test-engines faults accuracy bench bench-store bench-train bench-record bench-record clean
 .SUFFIXES:
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make accuracy      the lab and the snapshot corpus; writes docs/accuracy.md and .json"
 	@echo "make bench         the benchmarks; NAME=x runs bench/x.py"
 	@echo "make bench-store   the read path against the disk, the memory and torch.load; writes bench/out/store.json"
+	@echo "make bench-train   the training step beside speculators 0.9.0 and the machine's matrix peak ($(ENGINES))"
 	@echo "make bench-record  the recorder's cost and longest silence (root for the slow disk); writes bench/out/record.json"
 	@echo "make clean         removes both environments, caches and build outputs; runs/ stays"
 	@echo "PYTHON=...         the Python 3.11 or newer that the environments are made with (now $(PYTHON))"
@@ -84,6 +85,9 @@ bench: setup
 
 bench-store: setup
 	@$(BIN)/python bench/store.py $(ARGS)
+
+bench-train: setup $(ENGINES)/.ready
+	@EYAS_ENGINE_PYTHON=$(CURDIR)/$(ENGINES)/bin/python $(BIN)/python bench/train.py $(ARGS)
 
 bench-record: setup
 	@$(BIN)/python bench/record.py $(ARGS)

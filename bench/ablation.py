@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     for name in given.variants:
+        shutil.rmtree(Path("runs/ablation") / name, ignore_errors=True)  # an earlier one
         config = load_config(
             {
                 "verifier_path": ".cache/SmolLM2-135M-Instruct",

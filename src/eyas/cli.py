@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 something in the input or on the machine is wrong, said in
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -191,17 +192,24 @@ def train(
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="The run directory")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML with these settings; flags go over it")] = None,
+    resume: Annotated[bool | None, typer.Option("--resume", help="Go on with the run in output-dir, if any")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data [10]")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate [1e-3]")] = None,
+    optimiser: Annotated[str | None, typer.Option(help="adamw, or muon for the layer's matrices [adamw]")] = None,
     scheduler: Annotated[str | None, typer.Option(help="cosine, linear or constant [cosine]")] = None,
     warmup_ratio: Annotated[float | None, typer.Option(help="Share of the steps that warm up [0.05]")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="[0]")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Gradients are clipped to this norm [1]")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Longer samples are cut to this many tokens [2048]")] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens of one packed batch [max-seq-len]")] = None,
+    grad_accumulation: Annotated[int | None, typer.Option(help="Packs a rank takes to one step [1]")] = None,
+    ema: Annotated[float | None, typer.Option(help="Decay of an average of the weights to export, as 0.999")] = None,
     ttt_steps: Annotated[int | None, typer.Option(help="Training-time test steps [3]")] = None,
     ttt_warmup_epochs: Annotated[int | None, typer.Option(help="First epochs that train step 0 alone [0]")] = None,
-    loss: Annotated[str | None, typer.Option(help="kl, reverse_kl, tv or lk [kl]")] = None,
+    loss: Annotated[str | None, typer.Option(help="kl, reverse_kl, tv, lk, or a sum: kl+0.5*tv [kl]")] = None,
+    outside: Annotated[
+        str | None, typer.Option(help="keep or drop positions whose first choice no draft can be [keep]")
+    ] = None,
     step_weight_decay: Annotated[float | None, typer.Option(help="TTT step k counts decay**k [1]")] = None,
     state_weight: Annotated[float | None, typer.Option(help="Weight of the distance to the last state [0]")] = None,
     noise_std: Annotated[
@@ -212,11 +220,17 @@ def train(
     cache_gb: Annotated[
         str | None, typer.Option(help="Page cache to count on, GB: a fixed part of the data stays in it [auto]")
     ] = None,
+    parallel: Annotated[str | None, typer.Option(help="Under torchrun: ddp, or fsdp [ddp]")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between saved states [epoch's end alone]")] = None,
+    keep: Annotated[int | None, typer.Option(help="States and checkpoints kept, beside the best [2]")] = None,
+    max_minutes: Annotated[float | None, typer.Option(help="Stop after this time, validated and saved")] = None,
+    patience: Annotated[int | None, typer.Option(help="Stop after so many validations without gain")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Drafter's MLP [the verifier's]")] = None,
     num_heads: Annotated[int | None, typer.Option(help="Drafter's heads [the verifier's]")] = None,
     num_kv_heads: Annotated[int | None, typer.Option(help="Drafter's key/value heads [the verifier's]")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Drafter's head size [the verifier's]")] = None,
     init: Annotated[str | None, typer.Option(help="Start from the verifier's weights, or random [verifier]")] = None,
+    init_from: Annotated[Path | None, typer.Option(help="Start from this checkpoint, with its vocabulary")] = None,
     freeze_head: Annotated[
         bool | None, typer.Option("--freeze-head/--train-head", help="Leave lm_head as it starts [train]")
     ] = None,
@@ -611,7 +625,8 @@ def root(
 
 def fail(message: str) -> None:
     """Say what is wrong in one line, and stop."""
-    print("eyas: " + " ".join(message.split("\n")), file=sys.stderr)
+    rank = os.environ.get("RANK", "0")  # set by torchrun
+    print("eyas: " + (f"rank {rank}: " if rank != "0" else "") + " ".join(message.split("\n")), file=sys.stderr)
     sys.exit(2)
 
 

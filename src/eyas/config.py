@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from eyas.errors import EyasError
+
+LOSSES = ("kl", "reverse_kl", "tv", "lk")  # defined in drafter/loss.py
+
+
+def parse_loss(text: str) -> dict[str, float]:
+    """`kl`, or a weighted sum such as `kl+0.5*tv`, as a weight for each loss. Raises ValueError for anything else."""
+    terms: dict[str, float] = {}
+    for term in text.split("+"):
+        weight, _, kind = (part.strip() for part in term.rpartition("*"))
+        if kind not in LOSSES or kind in terms:
+            raise ValueError(f"not {', '.join(LOSSES)} or a sum of them such as kl+0.5*tv")
+        try:
+            terms[kind] = float(weight or 1)
+        except ValueError:
+            raise ValueError(f"{weight!r} before {kind} is no number") from None
+        if not 0 < terms[kind] < math.inf:
+            raise ValueError(f"the weight of {kind} must be greater than 0")
+    return terms
 
 
 class TrainConfig(BaseModel):
@@ -21,8 +40,11 @@ class TrainConfig(BaseModel):
     vocab_mapping_dir: Path | None = Field(None, description="Folder with d2t and t2d; without it the full vocabulary")
     output_dir: Path = Field(description="The run directory")
 
+    resume: bool = Field(False, description="Go on with the run in output_dir, or start it where there is none")
+
     epochs: int = Field(10, ge=1)
     lr: float = Field(1e-3, gt=0, description="Peak learning rate")
+    optimiser: Literal["adamw", "muon"] = Field("adamw", description="muon: of the layer's matrices, AdamW of the rest")
     scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of all steps that warm the learning rate up")
     weight_decay: float = Field(0.0, ge=0)
@@ -31,6 +53,10 @@ class TrainConfig(BaseModel):
 
     max_seq_len: int = Field(2048, ge=4, description="Longer samples are cut to this many tokens")
     batch_tokens: int | None = Field(None, ge=4, description="Tokens of one packed batch; default max_seq_len")
+    grad_accumulation: int = Field(1, ge=1, description="Packs that each rank takes to one optimiser step")
+    ema: float | None = Field(
+        None, gt=0, lt=1, description="Decay of a moving average of the weights, which is validated and exported"
+    )
     val_ratio: float = Field(0.1, ge=0, lt=1, description="Share of the samples kept for validation")
     num_workers: int = Field(4, ge=0, description="Threads that read; 0 reads in the training loop")
     cache_gb: Literal["auto"] | Annotated[float, Field(ge=0)] = Field(
@@ -39,11 +65,24 @@ class TrainConfig(BaseModel):
 
     ttt_steps: int = Field(3, ge=1, le=16, description="Training-time test steps K")
     ttt_warmup_epochs: int = Field(0, ge=0, description="First epochs that train TTT step 0 alone, at 0.4 of the cost")
-    loss: Literal["kl", "reverse_kl", "tv", "lk"] = "kl"
+    loss: str = Field("kl", description="kl, reverse_kl, tv or lk, or a weighted sum such as kl+0.5*tv")
+    outside: Literal["keep", "drop"] = Field(
+        "keep", description="Positions where the verifier's first choice is outside the draft vocabulary"
+    )
     step_weight_decay: float = Field(1.0, gt=0, le=1, description="TTT step k counts decay**k")
     state_weight: float = Field(0.0, ge=0, description="weight of the distance to the verifier's last state")
     noise_std: float = Field(
         0.0, ge=0, description="Uniform noise on the states while training: width, times 512 / rows of the pack"
+    )
+
+    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="How ranks share the drafter")
+    save_every: int | None = Field(
+        None, ge=1, description="Steps between two saved states; one is saved at each epoch's end"
+    )
+    keep: int = Field(2, ge=1, description="How many states and checkpoints are kept, beside the best checkpoint")
+    max_minutes: float | None = Field(None, gt=0, description="Stop after this time, validated and saved")
+    patience: int | None = Field(
+        None, ge=1, description="Stop after this many validations in a row without a longer accept length"
     )
 
     intermediate_size: int | None = Field(None, ge=1, description="Drafter's MLP; default the verifier's")
@@ -54,6 +93,9 @@ class TrainConfig(BaseModel):
         "verifier", description="Start from the verifier's own head, norm and layer where they fit, or at random"
     )
 
+    init_from: Path | None = Field(
+        None, description="Start from a checkpoint or a run's best, with its sizes and its own draft vocabulary"
+    )
     freeze_head: bool = Field(
         False, description="Leave lm_head as it starts: less to overfit on little data, and cheaper"
     )
@@ -73,9 +115,15 @@ class TrainConfig(BaseModel):
     device: str = "auto"
     trust_remote_code: bool = Field(False, description="Run the code that the verifier's folder brings")
 
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str) -> str:
+        parse_loss(value)
+        return value
+
     def resolved(self) -> dict[str, Any]:
         """Plain values, as run.yaml holds them; not `notify`, whose addresses hold passwords."""
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", exclude={"resume"})
 
     def sinks(self) -> list[str]:
         """Who else hears of the run, in the words of `eyas.record`."""
@@ -86,8 +134,14 @@ class TrainConfig(BaseModel):
 
 
 def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:
-    """Flags that are not None, over the YAML file, over the defaults; EyasError in one line for anything wrong."""
+    """Flags that are not None, over the YAML file, over the defaults; EyasError in one line for anything wrong.
+
+    Without a file, a run that is resumed has the settings that it saved.
+    """
     values: dict[str, Any] = {}
+    if file is None and flags.get("resume") and flags.get("output_dir"):
+        saved = Path(flags["output_dir"]) / "run.yaml"
+        file = saved if saved.exists() else None
     if file is not None:
         try:
             values = yaml.safe_load(file.read_text()) or {}
@@ -112,4 +166,4 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:
             raise EyasError(f"{name} is missing: give it as a flag or in --config") from None
         if first["type"] == "extra_forbidden":
             raise EyasError(f"{name} is no setting of eyas train: see `eyas train --help`") from None
-        raise EyasError(f"{name} {first['input']!r}: {first['msg'].lower()}") from None
+        raise EyasError(f"{name} {first['input']!r}: {first['msg'].removeprefix('Value error, ').lower()}") from None

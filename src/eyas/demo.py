@@ -185,10 +185,13 @@ def train_and_ask(config: TrainConfig, say: Say) -> dict[str, Any]:
         run = Run(config, record.line, record)
         asking.start()
         try:
-            return run.train()
+            trained = run.train()
         finally:
             over.set()
             asking.join()
+    if trained["stopped"] == "signal":
+        raise KeyboardInterrupt
+    return trained
 
 
 def at(pace: float) -> str:

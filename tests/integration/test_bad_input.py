@@ -278,7 +278,7 @@ def test_states_that_are_no_numbers_stop_the_run_with_their_names(
         for i in range(4):
             store.add(f"s{i}", np.arange(20), np.arange(20) >= 5, torch.full((4, 20, 64), value))
     result = eyas(*train_arguments(tiny, tmp_path / "out", data_dir=tmp_path / "store"))
-    assert_refused(result, "the loss is nan at step 1", "samples s")
+    assert_refused(result, "the loss is nan", "at step 1: samples s")
     assert not (tmp_path / "out" / "best").exists() and not any((tmp_path / "out" / "checkpoints").iterdir())
 
 
@@ -440,7 +440,7 @@ def test_an_output_that_must_not_be_written(tiny: Tiny, run: Path, disk: Disk, e
         ("capture", 64, []),
         ("vocab", 0, []),
         ("train", 0, []),
-        ("train", 64, ["out/run.yaml"]),
+        ("train", 64, ["out/resume.txt", "out/run.yaml"]),
         ("eval", 0, []),
         ("export", 0, []),
         ("export", 64, []),
@@ -463,21 +463,27 @@ def test_a_full_output(
         assert yaml.safe_load((disk.path / "out" / "run.yaml").read_text())["config"]["max_seq_len"] == 64
 
 
-def test_a_disk_that_fills_up_during_training_leaves_the_checkpoints_before(
+def test_a_disk_that_fills_up_during_training_leaves_what_was_whole_and_the_run_goes_on_later(
     tiny: Tiny, run: Path, disk: Disk, eyas: Eyas
 ) -> None:
-    size = sum(p.stat().st_size for p in (run / "best").resolve().iterdir())
+    size = sum(p.stat().st_size for p in (run / "best").resolve().iterdir())  # a state is three times as large
     disk.mount("size=16m")
-    disk.fill((5 * size // 2 + 64 * 1024) // 1024)
+    disk.fill((2 * 4 * size + 2 * size) // 1024)
     arguments = train_arguments(tiny, disk.path / "out")
     arguments[arguments.index("--epochs") + 1] = 4
     assert_refused(eyas(*arguments), "cannot write the checkpoint", "No space left")
     folders = sorted((disk.path / "out" / "checkpoints").iterdir())
-    assert len(folders) == 2
+    assert len(folders) == 3
     for folder in folders:
         assert sorted(p.name for p in folder.iterdir()) == ["config.json", "eyas.json", "model.safetensors"]
         assert load_file(folder / "model.safetensors").keys() == load_file(run / "best" / "model.safetensors").keys()
     assert (disk.path / "out" / "last").resolve() == folders[-1]
+    states = sorted((disk.path / "out" / "state").iterdir())
+    assert [p.name for p in states] == [p.name for p in folders[:2]]
+    (disk.path / "filler").unlink()
+    done = eyas("train", "--output-dir", disk.path / "out", "--resume")
+    assert (done.code, done.err) == (0, [])
+    assert any(f"goes on from {states[-1]}" in line for line in done.out)
 
 
 def test_a_disk_that_fills_up_during_capture_keeps_what_is_recorded_and_goes_on_later(

@@ -148,6 +148,7 @@ def test_a_saved_run_gives_the_same_drafter_again(tiny: Tiny, tmp_path: Path, ey
     assert {**a["config"], "output_dir": ""} == {**b["config"], "output_dir": ""}
     assert equal(tmp_path / "a", tmp_path / "b")
     others = {"c": ("--seed", 6), "d": ("--noise-std", 0), "e": ("--step-weight-decay", 1), "f": ("--state-weight", 4)}
+    others |= {"g": ("--outside", "drop"), "h": ("--loss", "kl+0.5*tv")}
     for name, change in others.items():  # the file gives way to a flag, and what is changed matters
         result = eyas("train", "--config", tmp_path / "a" / "run.yaml", "--output-dir", tmp_path / name, *change)
         assert result.code == 0
@@ -217,12 +218,11 @@ def test_one_fixed_batch_is_learnt_by_heart_with_every_loss(
 ) -> None:
     run = Run(config(tiny, tmp_path, init="random", lr=5e-3, warmup_ratio=0.02, loss=loss), lambda _text: None)
     batch = load_batch(run.source, run.train_samples[:2], 3, 64)
-    run.total = steps
-    first = run._step(batch)
-    for step in range(1, steps):
-        run.step = step
-        last = run._step(batch)
-    assert last["loss"] < left * first["loss"], (first, last)
+    run.epochs, run.packs = [[run.train_samples[:2]]], steps
+    first = run._step(0, [0], 3, iter([batch]))
+    for run.at.packs in range(1, steps):
+        last = run._step(0, [0], 3, iter([batch]))
+    assert first and last and last["loss"] < left * first["loss"], (first, last)
     assert min(last["accuracy"]) > 0.4 > 0.1 > max(first["accuracy"]), (first, last)
 
 

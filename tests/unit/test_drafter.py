@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from eyas.config import parse_loss
 from eyas.drafter import attention as attention_module
-from eyas.drafter.attention import dense_attention, ttt_attention
-from eyas.drafter.loss import head_loss, row_loss, state_loss, verifier_side
+from eyas.drafter.attention import Inputs, attend, attend_backward, dense_attention, make_blocks
+from eyas.drafter.loss import distribution, first_choice, greedy_choice, head_loss, row_loss, state_loss
 from eyas.drafter.model import Drafter, DrafterConfig
-from eyas.drafter.plan import count_trained, make_plan, trained_mask
+from eyas.drafter.plan import Plan, count_trained, make_plan, trained_mask
 
 CONFIG = DrafterConfig(
     hidden_size=32,
@@ -104,9 +107,10 @@ def reference_outputs(drafter: Drafter, ids: np.ndarray, states: Tensor, steps: 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])
 def test_forward_and_gradients_equal_the_fp64_reference(steps: int) -> None:
-    drafter, documents = make_drafter(), make_documents([11, 7])
+    drafter, documents = make_drafter(), make_documents([11, 9], share=0.9)
     states, _ = make_states(documents)
     plan = make_plan(documents, steps)
+    assert all(len(rows) for rows in plan.trained)
     ours = drafter(plan, states[plan.key_row])
     weight = torch.randn(CONFIG.hidden_size, dtype=torch.float64)
     loss = sum((out[rows] @ weight).square().sum() for out, rows in zip(ours, plan.trained, strict=True))
@@ -124,37 +128,78 @@ def test_forward_and_gradients_equal_the_fp64_reference(steps: int) -> None:
         torch.testing.assert_close(ours_g, reference_g, rtol=1e-4, atol=1e-5 * float(reference_g.abs().max()))
 
 
-def attention_inputs(dtype: torch.dtype, steps: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], object]:
-    documents = make_documents([40, 3, 17], seed=3)
-    plan = make_plan(documents, steps + 1)
+def test_gradients_with_dropout_are_the_slope_of_the_loss() -> None:
+    drafter, documents = make_drafter(), make_documents([11, 9], share=0.9)
+    drafter.midlayer.dropout, drafter.midlayer.mlp.dropout = 0.3, 0.4
+    states, _ = make_states(documents)
+    plan = make_plan(documents, 3)
+    parameters = list(drafter.parameters())[:-2]
+    direction = [
+        torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) for p in parameters
+    ]
+
+    def loss() -> Tensor:
+        torch.manual_seed(0)  # the same positions dropped each time
+        return drafter(plan, states[plan.key_row]).square().mean()
+
+    def moved(along: float) -> float:
+        vector = torch.nn.utils.parameters_to_vector(parameters)
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(
+                vector + along * torch.cat([d.flatten() for d in direction]), parameters
+            )
+            value = loss().item()
+            torch.nn.utils.vector_to_parameters(vector, parameters)
+        return value
+
+    slope = sum(float((g * d).sum()) for g, d in zip(torch.autograd.grad(loss(), parameters), direction, strict=True))
+    assert slope == pytest.approx((moved(1e-5) - moved(-1e-5)) / 2e-5, rel=1e-4)
+    dropped = loss().item()
+    drafter.eval()
+    assert loss().item() != dropped
+
+
+def attention_inputs(plan: Plan, steps: int) -> Inputs:
     g = torch.Generator().manual_seed(4)
-
-    def make(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
-
     T, Q = len(plan.key_row), len(plan.query_row)
-    return (
-        [make(Q, 6, 8), make(T, 2, 8), make(T, 2, 8)],
-        [make(Q, 2, 8) for _ in range(steps)],
-        [make(Q, 2, 8) for _ in range(steps)],
-        plan,
+
+    def make(heads: int, rows: int) -> Tensor:
+        return torch.randn(heads, rows, 8, generator=g).requires_grad_()
+
+    own_keys, own_values = ([make(2, Q) for _ in range(steps)] for _ in range(2))
+    return Inputs(
+        make(6, Q),
+        make(2, T),
+        make(2, T),
+        own_keys,
+        own_values,
+        plan.query_row,
+        make_blocks(plan.documents, plan.query_row, 6),
     )
 
 
 @pytest.mark.parametrize(("block", "small"), [(1 << 24, 1 << 20), (1 << 24, 0), (200, 0), (200, 1 << 20), (1, 500)])
+@pytest.mark.parametrize("keep", [0, 1 << 23])
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_log_sum_exp_attention_equals_dense_attention(
-    steps: int, block: int, small: int, monkeypatch: pytest.MonkeyPatch
+def test_attention_in_blocks_equals_dense_attention(
+    steps: int, keep: int, block: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(attention_module, "KEEP", keep)
     monkeypatch.setattr(attention_module, "BLOCK", block)
     monkeypatch.setattr(attention_module, "SMALL", small)
-    qkv, keys, values, plan = attention_inputs(torch.float32, steps)
-    leaves = [*qkv, *keys, *values]
-    ours = ttt_attention(*qkv, keys, values, plan.query_row, plan.documents)
-    dense = dense_attention(*qkv, keys, values, plan.query_row, plan.documents)
-    torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-5)
-    grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(5))
-    for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(dense, leaves, grad), strict=True):
+    plan = make_plan(make_documents([40, 3, 17], seed=3), steps + 1)
+    x = attention_inputs(plan, steps)
+    dense = dense_attention(x, plan.documents)
+    grad = torch.randn(dense.shape, generator=torch.Generator().manual_seed(5))
+    expected = torch.autograd.grad(dense, [x.query, x.key, x.value, *x.own_keys, *x.own_values], grad)
+    with torch.no_grad():
+        out, kept = attend(x, keep=True)
+        assert len(kept) == (len(x.blocks) if keep else 0)
+        torch.testing.assert_close(out, dense, rtol=1e-5, atol=1e-5)
+        d_key, d_value = torch.zeros(2, 2, 8, x.key.shape[1])
+        d_own_keys, d_own_values = ([torch.zeros_like(k) for k in own] for own in (x.own_keys, x.own_values))
+        d_query = attend_backward(x, kept, grad, d_key, d_value, d_own_keys, d_own_values)
+    for a, b in zip([d_query, d_key.mT, d_value.mT, *d_own_keys, *d_own_values], expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -229,34 +274,44 @@ def test_untrained_positions_are_left_out_without_changing_the_trained_ones() ->
         torch.testing.assert_close(ours[k][short.trained[k]], everything[k][position], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "tv", "lk"])
-def test_each_loss_has_the_right_value_and_gradient(kind: str) -> None:
+@pytest.mark.parametrize("kinds", ["kl", "reverse_kl", "tv", "lk", "kl+0.5*tv", "2*lk+reverse_kl"])
+def test_each_loss_has_the_right_value_and_gradient(kinds: str) -> None:
     g = torch.Generator().manual_seed(0)
-    p = torch.softmax(torch.randn(6, 11, generator=g, dtype=torch.float64) * 2, -1)
+    verifier_logits = torch.randn(4, 11, generator=g, dtype=torch.float64) * 2
+    at = torch.tensor([0, 0, 1, 2, 3, 3])
+    p = torch.softmax(verifier_logits, -1)[at]
     logits = torch.randn(6, 11, generator=g, dtype=torch.float64, requires_grad=True)
     q = torch.softmax(logits, -1)
-    value = {
+    values = {
         "kl": (p * (p.log() - q.log())).sum(-1),
         "reverse_kl": (q * (q.log() - p.log())).sum(-1),
         "tv": (p - q).abs().sum(-1) / 2,
         "lk": -torch.minimum(p, q).sum(-1).log(),
-    }[kind]
+    }
+    value = sum(weight * values[kind] for kind, weight in parse_loss(kinds).items())
     (gradient,) = torch.autograd.grad(value.sum(), logits)
-    ours, ours_gradient = row_loss(p, logits.detach().clone(), -(p * p.log()).sum(-1), kind)  # type: ignore[arg-type]
+    ours, ours_gradient = row_loss(distribution(verifier_logits), at, distribution(logits.detach()), parse_loss(kinds))
     torch.testing.assert_close(ours, value.detach())
     torch.testing.assert_close(ours_gradient, gradient)
 
 
-def test_the_distance_from_the_last_state_is_relative_and_summed() -> None:
+def test_the_first_choice_is_argmax_also_among_equals() -> None:
+    g = torch.Generator().manual_seed(0)
+    for width in (1, 63, 64, 128, 640):
+        x = torch.randint(0, 3, (50, width), generator=g).float()  # full of ties: the first of them counts
+        assert first_choice(x).tolist() == [row.index(max(row)) for row in x.tolist()]
+
+
+def test_the_distance_from_the_last_state_is_relative() -> None:
     last = torch.tensor([[3.0, 4.0], [1.0, 0.0]])  # lengths 5 and 1
     hidden = torch.tensor([[3.0, 4.0], [0.0, 4.0], [1.0, 2.0]], requires_grad=True)
     loss = state_loss(hidden, last, torch.tensor([0, 0, 1]))
-    assert loss.item() == pytest.approx(0 + 9 / 25 + 4)
-    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert loss.tolist() == pytest.approx([0, 9 / 25, 4])
+    (gradient,) = torch.autograd.grad(loss.sum(), hidden)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0], [-6 / 25, 0.0], [0.0, 4.0]]))
 
 
-def test_weights_are_cast_once_a_pass_and_gradients_come_back_in_fp32() -> None:
+def test_gradients_of_a_pass_in_bf16_come_back_in_fp32() -> None:
     ids, mask = np.arange(9) % 7, np.arange(9) >= 3
     plan = make_plan([(ids, mask)], 3)
     torch.manual_seed(0)
@@ -265,30 +320,80 @@ def test_weights_are_cast_once_a_pass_and_gradients_come_back_in_fp32() -> None:
     states = torch.randn(9, 48)[plan.key_row]
     for dtype in (torch.float32, torch.bfloat16):
         drafter.zero_grad()
-        sum(out.float().square().sum() for out in drafter(plan, states.to(dtype))).backward()  # type: ignore[union-attr]
+        drafter(plan, states.to(dtype)).float().square().sum().backward()
         grad = drafter.midlayer.mlp.up_proj.weight.grad
         assert grad is not None and grad.dtype == torch.float32
-        assert drafter.midlayer.mlp.up_proj.cast is None
         if dtype == torch.float32:
             exact = grad.clone()
     torch.testing.assert_close(grad, exact, rtol=0.1, atol=0.05 * float(exact.abs().max()))
 
 
-def test_chunked_head_loss_equals_autograd_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.drafter.loss.CHUNK", 7)
+@pytest.mark.parametrize(("chunk", "block"), [(7, 60), (256, 1 << 18), (1, 1), (9, 1 << 18)])
+def test_chunked_head_loss_equals_autograd_of_the_whole(
+    chunk: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.drafter.loss.CHUNK", chunk)
+    monkeypatch.setattr("eyas.drafter.loss.BLOCK", block)
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(40, 16, generator=g, dtype=torch.float64, requires_grad=True)
     head = torch.randn(30, 16, generator=g, dtype=torch.float64, requires_grad=True)
     last, verifier_head = torch.randn(25, 12, generator=g).double(), torch.randn(30, 12, generator=g).double()
-    target = torch.randint(0, 25, (40,), generator=g)
-    side = verifier_side(last, verifier_head)
-    loss, correct = head_loss(hidden, head, side, target)
+    target = torch.randint(0, 25, (40,), generator=g).sort()[0]
+    weight = torch.rand(40, generator=g)
+    loss, correct = head_loss(hidden, head, last, verifier_head, target, weight)
     exact = torch.softmax(last @ verifier_head.T, -1)[target]
     log_q = torch.log_softmax(hidden @ head.T, -1)
-    whole = (exact * (exact.log() - log_q)).sum()
+    whole = ((exact * (exact.log() - log_q)).sum(-1) * weight).sum()
     torch.testing.assert_close(loss.double(), whole, rtol=1e-5, atol=1e-5)
-    assert int(correct) == int((exact.argmax(-1) == log_q.argmax(-1)).sum())
+    assert correct.tolist() == (exact.argmax(-1) == log_q.argmax(-1)).tolist()
     for a, b in zip(
         torch.autograd.grad(3 * loss, [hidden, head]), torch.autograd.grad(3 * whole, [hidden, head]), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_choice_over_the_whole_vocabulary_is_found_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.drafter.loss.CHUNK", 7)
+    monkeypatch.setattr("eyas.drafter.loss.SLICE", 64)
+    g = torch.Generator().manual_seed(0)
+    last, head = torch.randn(20, 6, generator=g), torch.randn(300, 6, generator=g)
+    assert greedy_choice(last, head).tolist() == (last @ head.T).argmax(-1).tolist()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most bytes that any result of an operation took."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor):
+                self.largest = max(self.largest, t.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("kinds", ["kl", "reverse_kl", "tv", "lk"])
+def test_a_vocabulary_of_163840_needs_no_tensor_of_rows_by_vocabulary(kinds: str) -> None:
+    V, R, K = 163_840, 260, 2
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(K * R, 4, generator=g).bfloat16().requires_grad_()
+    head = torch.randn(V, 4, generator=g).requires_grad_()
+    last, verifier_head = torch.randn(R, 4, generator=g).bfloat16(), torch.randn(V, 4, generator=g).bfloat16()
+    target = torch.arange(R).repeat_interleave(K)
+    weight = torch.full((K * R,), 1 / (K * R))
+    with LargestTensor() as seen:
+        loss, _ = head_loss(hidden, head, last, verifier_head, target, weight, parse_loss(kinds))
+        loss.backward()
+        greedy_choice(last, verifier_head)
+    assert seen.largest <= K * 256 * V * 2  # a chunk's logits in bf16; [K R, V] in fp32 is twice that
+    rows = torch.tensor([0, 255, 256, 2 * R - 1])  # both sides of the chunks' border
+    at = target[rows]
+    value, _ = row_loss(
+        distribution(last @ verifier_head.T),
+        at,
+        distribution(hidden.detach()[rows] @ head.bfloat16().T),
+        parse_loss(kinds),
+    )
+    alone, _ = head_loss(hidden[rows], head, last, verifier_head, at, torch.ones(4), parse_loss(kinds))
+    torch.testing.assert_close(alone.detach(), value.sum().detach(), rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.drafter.loss import verifier_side
+from eyas.drafter.loss import distribution
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.plan import Plan, make_plan
 from eyas.evaluate import offline as offline_module
@@ -180,7 +180,7 @@ def test_a_drafter_that_says_what_the_verifier_does_is_accepted_for_what_it_can_
     batch = load_batch(source, [4], K, 1000)
     last = head.norm(batch.last)
     mass = torch.softmax(last @ head.head.T, -1)[:, draft_ids].sum(-1)  # [R]
-    p = verifier_side(last, head.draft_head()).p
+    p = distribution(last @ head.draft_head().T).p
     figures = evaluate(Rigged(p), head, [batch], K, torch.float32)  # type: ignore[arg-type]
     assert figures is not None
     for k in range(K):

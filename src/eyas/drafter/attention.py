@@ -1,13 +1,16 @@
 """Attention of training-time test: causal over step-0 keys, plus each position's own keys of later steps.
 
 At TTT step k the query at position p sees the step-0 keys of j <= p in its own document, and its own keys of steps
-1..k (the "diagonal"). Written as causal attention that also returns its log-sum-exp, merged with the k diagonal
-scores: O(k T) on top of one causal attention, and no [T, T k] mask.
+1..k (the "diagonal"). The k diagonal scores stand as k further columns beside the causal ones, so that one softmax
+serves both: O(k T) on top of one causal attention, and no [T, T k] mask.
 
-Cost: scores are built for a bounded block of queries at a time (`BLOCK` elements), in the backward pass again from the
-saved log-sum-exp; nothing of size [T, T] is kept. Short documents share a block while its scores are few (`SMALL`): a
-masked score costs less than another launch. Queries may be any sorted subset of a document's positions, because only
-trained positions need one (`drafter.plan`).
+Forward and backward are plain functions, because `drafter.ttt` writes its whole gradient out. The softmax and its
+gradient are torch's fused kernels, which take and give the compute dtype and hold fp32 inside.
+
+Cost: scores are built for a bounded block of queries at a time (`BLOCK` elements). The weights of all blocks are kept
+for the backward pass while they are few (`KEEP`); beyond that they are made again, and nothing of size [T, T] is kept.
+Short documents share a block while its scores are few (`SMALL`): a masked score costs less than another launch. Queries
+may be any sorted subset of a document's positions, because only trained positions need one (`drafter.plan`).
 
 `dense_attention` says the same in the plainest way. It is the reference of the tests, not for use.
 """
@@ -16,15 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eyas.drafter.precision import wide
-
-BLOCK = 1 << 24  # score elements at a time: 64 MiB in fp32
+BLOCK = 1 << 23  # score elements at a time: 16 MiB in bf16
 SMALL = 1 << 16  # score elements up to which documents share a block
+KEEP = 1 << 23  # score elements of one step up to which the weights are kept
 
 
 class Document(NamedTuple):
@@ -36,184 +38,184 @@ class Document(NamedTuple):
     query_stop: int
 
 
-def ttt_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    own_keys: list[Tensor],
-    own_values: list[Tensor],
-    rows: Tensor,
-    documents: list[Document],
-) -> Tensor:
-    """Attention output [Q, n, d] of one TTT step.
+class Block(NamedTuple):
+    """Queries of one document, or of several small ones, and the keys that some of them see."""
 
-    query: [Q, n, d], rotated to position p + k.
-    key, value: [T, m, d], step 0, rotated to position j; n is a multiple of m (grouped queries).
-    own_keys, own_values: for each step 1..k, [Q, m, d], the query positions' own, rotated to p + i.
+    queries: slice
+    keys: slice
+    documents: list[Document]
+
+
+class Inputs(NamedTuple):
+    """What one TTT step attends with, heads first; n is a multiple of m (grouped queries).
+
+    query: [n, Q, d], rotated to position p + k and scaled by 1/sqrt(d).
+    key, value: [m, T, d], step 0, rotated to position j.
+    own_keys, own_values: for each step 1..k, [m, Q, d], the query positions' own, rotated to p + i.
     rows: [Q] int64, the row among the keys that query q stands at (it sees rows <= that, in its document), sorted.
-    documents: cover all keys and queries, in order.
-    """
-    if own_keys:
-        own_key, own_value = torch.stack(own_keys), torch.stack(own_values)  # [k, Q, m, d]
-    else:
-        own_key = own_value = query.new_zeros(0, query.shape[0], key.shape[1], key.shape[2])
-    out: Tensor = _TTTAttention.apply(query, key, value, own_key, own_value, rows, documents)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _TTTAttention(torch.autograd.Function):
-    """Forward keeps output and log-sum-exp; backward rebuilds the probabilities from them.
-
-    The softmax runs over causal and diagonal scores together, so with the merged output and the merged log-sum-exp
-    the gradient of each part is the usual one of attention: dS = P * (dP - rowsum(dO * O)).
+    blocks: all queries, from `make_blocks`.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        own_key: Tensor,
-        own_value: Tensor,
-        rows: Tensor,
-        documents: list[Document],
-    ) -> Tensor:
-        n, m, d = query.shape[1], key.shape[1], key.shape[2]
-        q = _grouped(query, m) * (1 / math.sqrt(d))  # [Q, m, g, d]
-        first = _first_keys(documents, rows.device)
-        out = torch.empty_like(q)
-        lse = wide(q.new_empty(q.shape[:3]))  # [Q, m, g]
-        for queries, keys in _blocks(documents, rows, n):
-            score = _scores(q[queries], key[keys], first[queries], rows[queries], keys.start)  # [m, q g, t] fp32
-            block_lse = torch.logsumexp(score, dim=-1, keepdim=True)
-            weight = torch.exp(score - block_lse).to(value.dtype)
-            out[queries] = _ungroup(weight @ value[keys].transpose(0, 1), q[queries])
-            lse[queries] = _ungroup(block_lse, q[queries])[..., 0]
-        if len(own_key):
-            own = (wide(q) * wide(own_key[:, :, :, None])).sum(-1)  # [k, Q, m, g]
-            merged = torch.logsumexp(torch.cat([lse[None], own]), dim=0)
-            share = torch.exp(own - merged)[..., None].to(q.dtype)
-            out = out * torch.exp(lse - merged)[..., None].to(q.dtype) + (share * own_value[:, :, :, None]).sum(0)
-            lse = merged
-        ctx.save_for_backward(query, key, value, own_key, own_value, out, lse, rows)
-        ctx.documents = documents
-        return out.reshape(query.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, own_key, own_value, out, lse, rows = ctx.saved_tensors
-        n, m, d = query.shape[1], key.shape[1], key.shape[2]
-        scale = 1 / math.sqrt(d)
-        q, grad = _grouped(query, m) * scale, _grouped(grads[0], m)  # [Q, m, g, d]
-        first = _first_keys(ctx.documents, rows.device)
-        delta = (wide(grad) * wide(out)).sum(-1)  # [Q, m, g]
-        d_query = torch.empty_like(q)
-        d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
-        for queries, keys in _blocks(ctx.documents, rows, n):
-            score = _scores(q[queries], key[keys], first[queries], rows[queries], keys.start)
-            weight = torch.exp(score - _group(lse[queries, ..., None]))  # [m, q g, t]
-            block_grad = _group(grad[queries])  # [m, q g, d]
-            d_value[keys] += (weight.to(value.dtype).transpose(1, 2) @ block_grad).transpose(0, 1)
-            d_weight = wide(block_grad @ value[keys].permute(1, 2, 0))
-            d_score = (weight * (d_weight - _group(delta[queries, ..., None]))).to(q.dtype)
-            d_query[queries] = _ungroup(d_score @ key[keys].transpose(0, 1), q[queries])
-            d_key[keys] += (d_score.transpose(1, 2) @ _group(q[queries])).transpose(0, 1)
-        d_own_key = d_own_value = None
-        if len(own_key):
-            k_own = own_key[:, :, :, None]  # [k, Q, m, 1, d]
-            weight = torch.exp((wide(q) * wide(k_own)).sum(-1) - lse)[..., None]  # [k, Q, m, g, 1]
-            d_weight = (wide(grad) * wide(own_value[:, :, :, None])).sum(-1, keepdim=True)
-            d_score = (weight * (d_weight - delta[..., None])).to(q.dtype)
-            d_query += (d_score * k_own).sum(0)
-            d_own_key = (d_score * q).sum(3)
-            d_own_value = (weight.to(q.dtype) * grad).sum(3)
-        return (d_query * scale).reshape(query.shape), d_key, d_value, d_own_key, d_own_value, None, None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    own_keys: list[Tensor]
+    own_values: list[Tensor]
+    rows: Tensor
+    blocks: list[Block]
 
 
-def _grouped(x: Tensor, m: int) -> Tensor:
-    """[Q, n, d] -> [Q, m, g, d]: the g query heads that share a key head."""
-    return x.reshape(x.shape[0], m, x.shape[1] // m, x.shape[2])
-
-
-def _group(x: Tensor) -> Tensor:
-    """[q, m, g, e] -> [m, q g, e], so that one product per key head serves all its query heads."""
-    return x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
-
-
-def _ungroup(x: Tensor, like: Tensor) -> Tensor:
-    """[m, q g, e] -> [q, m, g, e]."""
-    q, m, g = like.shape[:3]
-    return x.reshape(m, q, g, -1).transpose(0, 1)
-
-
-def _scores(q: Tensor, key: Tensor, first: Tensor, rows: Tensor, first_key: int) -> Tensor:
-    """Masked wide scores [m, q g, t] of scaled queries [q, m, g, d] against keys [t, m, d]; first, rows: [q]."""
-    score = wide(_group(q) @ key.permute(1, 2, 0))  # [m, q g, t]
-    order = torch.arange(first_key, first_key + len(key), device=q.device)
-    hidden = (order > rows[:, None]) | (order < first[:, None])  # [q, t]
-    return (
-        score.view(q.shape[1], *hidden.shape[:1], q.shape[2], -1)
-        .masked_fill_(hidden[:, None], -math.inf)
-        .view_as(score)
-    )
-
-
-def _first_keys(documents: list[Document], device: torch.device) -> Tensor:
-    """[Q] int64: the first key row of each query's document."""
-    starts = torch.tensor([d.key_start for d in documents], dtype=torch.int64)
-    counts = torch.tensor([d.query_stop - d.query_start for d in documents], dtype=torch.int64)
-    return starts.repeat_interleave(counts).to(device, non_blocking=True)
-
-
-def _blocks(documents: list[Document], rows: Tensor, heads: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that some of its queries see."""
-    waiting: Document | None = None  # documents that share a block so far, as one
+def make_blocks(documents: list[Document], rows: Tensor, heads: int) -> list[Block]:
+    """The blocks of a pack, the same for all its steps."""
+    shared: list[list[Document]] = []  # documents that share blocks
     for doc in documents:
         if doc.query_start == doc.query_stop:
             continue
-        if waiting is not None:
-            both = Document(waiting.key_start, doc.key_stop, waiting.query_start, doc.query_stop)
-            if heads * (both.query_stop - both.query_start) * (both.key_stop - both.key_start) <= SMALL:
-                waiting = both
+        if shared:
+            first = shared[-1][0]
+            if heads * (doc.query_stop - first.query_start) * (doc.key_stop - first.key_start) <= SMALL:
+                shared[-1].append(doc)
                 continue
-            yield from _split(waiting, rows, heads)
-        waiting = doc
-    if waiting is not None:
-        yield from _split(waiting, rows, heads)
+        shared.append([doc])
+    return [block for docs in shared for block in _split(docs, rows, heads)]
 
 
-def _split(doc: Document, rows: Tensor, heads: int) -> Iterator[tuple[slice, slice]]:
+def _split(docs: list[Document], rows: Tensor, heads: int) -> Iterator[Block]:
     """The queries of a document, or of several small ones, in blocks of at most BLOCK scores."""
-    step = max(1, BLOCK // (heads * (doc.key_stop - doc.key_start)))
-    for start in range(doc.query_start, doc.query_stop, step):
-        stop = min(start + step, doc.query_stop)
+    first, last = docs[0], docs[-1]
+    step = max(1, BLOCK // (heads * (last.key_stop - first.key_start)))
+    for start in range(first.query_start, last.query_stop, step):
+        stop = min(start + step, last.query_stop)
         # Later keys are hidden from the whole block. Most documents are one block; only where there are several is the
         # exact bound, a read from the device, asked for.
-        last = doc.key_stop if step >= doc.query_stop - doc.query_start else int(rows[stop - 1]) + 1
-        yield slice(start, stop), slice(doc.key_start, last)
+        end = last.key_stop if step >= last.query_stop - first.query_start else int(rows[stop - 1]) + 1
+        yield Block(slice(start, stop), slice(first.key_start, end), docs)
 
 
-def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    own_keys: list[Tensor],
-    own_values: list[Tensor],
-    rows: Tensor,
-    documents: list[Document],
+def attend(x: Inputs, keep: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """Attention output [n, Q, d] of one TTT step; and the weights of the blocks where they are worth keeping."""
+    q, own = _grouped(x), _own_scores(x)
+    out, share = torch.empty_like(q), torch.empty_like(own)  # share: the weights of the own keys
+    keep = keep and _scores(x) <= KEEP
+    kept = []
+    for block in x.blocks:
+        weight = _weights(x, q, own, block)  # [m, g q, t + k]
+        t = block.keys.stop - block.keys.start
+        _put(out, block, weight[..., :t] @ x.value[:, block.keys])
+        _put(share, block, weight[..., t:])
+        if keep:
+            kept.append(weight)
+    for i, value in enumerate(x.own_values):
+        out.addcmul_(share[..., i, None], value[:, None])
+    return out.view_as(x.query), kept
+
+
+def attend_backward(
+    x: Inputs,
+    kept: list[Tensor],
+    grad: Tensor,
+    d_key: Tensor,
+    d_value: Tensor,
+    d_own_keys: list[Tensor],
+    d_own_values: list[Tensor],
 ) -> Tensor:
-    """The same with one explicit mask over [step-0 keys, own keys of step 1, ...]; same arguments, any dtype."""
-    Q, n, d = query.shape
-    group = n // key.shape[1]
-    keys = torch.cat([key, *own_keys]).repeat_interleave(group, dim=1)  # [T + k Q, n, d]
-    values = torch.cat([value, *own_values]).repeat_interleave(group, dim=1)
-    seen = torch.zeros(Q, len(keys), dtype=torch.bool)
+    """The gradient by the query, [n, Q, d], from that by the output, [n, Q, d]; the others are added in place.
+
+    d_key, d_value: [m, d, T], transposed; d_own_keys, d_own_values: for each step, [m, Q, d].
+    With P the weights: dS = P * (dP - rowsum(P dP)), over causal and own columns together.
+    """
+    q, own = _grouped(x), _own_scores(x)
+    grad = grad.view_as(q)  # [m, g, Q, d]
+    share, d_share, d_own = torch.empty_like(own), torch.empty_like(own), torch.empty_like(own)
+    for i, value in enumerate(x.own_values):
+        torch.sum(grad * value[:, None], dim=-1, out=d_share[..., i])
+    d_query = torch.empty_like(q)
+    for i, block in enumerate(x.blocks):
+        weight = kept[i] if kept else _weights(x, q, own, block)  # [m, g q, t + k]
+        t = block.keys.stop - block.keys.start
+        block_q, block_grad = _rows(q, block), _rows(grad, block)  # [m, g q, d]
+        d_weight = _products(block_grad, x.value[:, block.keys], _rows(d_share, block))
+        d_score = torch._softmax_backward_data(d_weight, weight, -1, weight.dtype)
+        # Rows of `weight` are strided: as the right factor they are read in place, as the left one, transposed, copied.
+        d_value[..., block.keys] += block_grad.transpose(1, 2) @ weight[..., :t]
+        d_key[..., block.keys] += block_q.transpose(1, 2) @ d_score[..., :t]
+        _put(d_query, block, d_score[..., :t] @ x.key[:, block.keys])
+        _put(share, block, weight[..., t:])
+        _put(d_own, block, d_score[..., t:])
+    for i, key in enumerate(x.own_keys):
+        d_query.addcmul_(d_own[..., i, None], key[:, None])
+        d_own_keys[i] += (d_own[..., i, None] * q).sum(1)
+        d_own_values[i] += (share[..., i, None] * grad).sum(1)
+    return d_query.view_as(x.query)
+
+
+def _grouped(x: Inputs) -> Tensor:
+    """[n, Q, d] -> [m, g, Q, d]: the g query heads that share a key head."""
+    n, Q, d = x.query.shape
+    return x.query.view(len(x.key), n // len(x.key), Q, d)
+
+
+def _rows(y: Tensor, block: Block) -> Tensor:
+    """The rows of a block, [m, g, Q, e] -> [m, g q, e]."""
+    rows = y[:, :, block.queries]
+    return rows.reshape(len(y), y.shape[1] * rows.shape[2], y.shape[3])
+
+
+def _put(y: Tensor, block: Block, values: Tensor) -> None:
+    """Write the rows of a block: values [m, g q, e] into y [m, g, Q, e]."""
+    if y.shape[3]:
+        rows = y[:, :, block.queries]
+        rows.copy_(values.view(rows.shape))
+
+
+def _scores(x: Inputs) -> int:
+    """How many scores all blocks have."""
+    per_head: int = sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in x.blocks)
+    return len(x.query) * per_head
+
+
+def _own_scores(x: Inputs) -> Tensor:
+    """Scores of every query with its own keys, [m, g, Q, k]."""
+    q = _grouped(x)
+    own = q.new_empty(*q.shape[:3], len(x.own_keys))
+    for i, key in enumerate(x.own_keys):
+        torch.sum(q * key[:, None], dim=-1, out=own[..., i])
+    return own
+
+
+def _products(left: Tensor, right: Tensor, own: Tensor) -> Tensor:
+    """left @ right^T, [m, g q, t], and `own` [m, g q, k] behind it: [m, g q, t + k]."""
+    t = right.shape[1]
+    out = left.new_empty(*left.shape[:2], t + own.shape[2])
+    torch.bmm(left, right.transpose(1, 2), out=out[..., :t])
+    out[..., t:] = own
+    return out
+
+
+def _weights(x: Inputs, q: Tensor, own: Tensor, block: Block) -> Tensor:
+    """Attention weights of a block, [m, g q, t + k], zero where a key is hidden."""
+    keys, rows = block.keys, x.rows[block.queries]
+    score = _products(_rows(q, block), x.key[:, keys], _rows(own, block))
+    order = torch.arange(keys.start, keys.stop, device=q.device)
+    hidden = order > rows[:, None]  # [q, t]
+    for doc in block.documents[1:]:
+        hidden |= (order < doc.key_start) & (rows >= doc.key_start)[:, None]
+    mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+    score[..., : len(order)].view(*q.shape[:2], *hidden.shape).add_(mask)
+    return torch.softmax(score, dim=-1)
+
+
+def dense_attention(x: Inputs, documents: list[Document]) -> Tensor:
+    """The same with one explicit mask over [step-0 keys, own keys of step 1, ...], any dtype."""
+    group = len(x.query) // len(x.key)
+    T, Q = x.key.shape[1], x.query.shape[1]
+    keys = torch.cat([x.key, *x.own_keys], dim=1).repeat_interleave(group, dim=0)  # [n, T + k Q, d]
+    values = torch.cat([x.value, *x.own_values], dim=1).repeat_interleave(group, dim=0)
+    seen = torch.zeros(Q, keys.shape[1], dtype=torch.bool)
     for doc in documents:
         for i in range(doc.query_start, doc.query_stop):
-            seen[i, doc.key_start : int(rows[i]) + 1] = True
-            for step in range(len(own_keys)):
-                seen[i, len(key) + step * Q + i] = True
-    score = torch.einsum("qnd,tnd->nqt", query, keys) / math.sqrt(d)
-    weight = torch.softmax(score.masked_fill(~seen, -math.inf), dim=-1)
-    return torch.einsum("nqt,tnd->qnd", weight, values)
+            seen[i, doc.key_start : int(x.rows[i]) + 1] = True
+            for step in range(len(x.own_keys)):
+                seen[i, T + step * Q + i] = True
+    score = torch.einsum("qnd,tnd->nqt", x.query.transpose(0, 1), keys.transpose(0, 1))
+    return torch.softmax(score.masked_fill(~seen, -math.inf), dim=-1) @ values

@@ -7,64 +7,98 @@ Both distributions are over the draft vocabulary. p is the verifier's, q the dra
     tv          sum |p - q| / 2               = 1 - acceptance rate of speculative sampling
     lk          -log sum min(p, q)            likelihood of acceptance
 
-Beside it, weighted, may stand the distance of the drafter's output from the verifier's last state (`state_loss`).
+or a weighted sum of these, `kl+0.5*tv`. Beside it, weighted, may stand the distance of the drafter's output from the
+verifier's last state (`state_loss`).
 
-Gradients are written out by hand, so that a chunk of rows is projected, compared and differentiated while its logits
-are in cache: no [M, Vd] tensor outlives its chunk. The verifier's probabilities are made once for all TTT steps.
-Softmax and losses run in fp32, products in the dtype of the inputs.
+Rows come ordered by their target, so a chunk of targets meets all the rows of all TTT steps that are compared with it:
+the verifier's distribution is made once, and gone when the chunk is. Gradients are written out by hand, so no logits
+outlive their chunk either: memory is (K + 1) `CHUNK` rows of Vd logits in the compute dtype and a few blocks of `BLOCK`
+fp32 numbers, whatever T and V are. The blocks are small enough for a core's cache, since all that happens between the
+products is passes over them. Softmax and losses run in fp32, products in the dtype of the inputs.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eyas.drafter.precision import wide
 
-Kind = Literal["kl", "reverse_kl", "tv", "lk"]
-CHUNK = 512  # rows of logits at a time
+CHUNK = 256  # targets whose logits exist at a time
+BLOCK = 1 << 17  # fp32 numbers of the verifier's rows in one pass, 512 KiB; the drafter's are K times as many
+GROUP = 64
+SLICE = 1 << 14  # columns of the whole vocabulary at a time
 TINY = 1e-30
 
 
-class VerifierSide(NamedTuple):
-    """What R rows are compared with: p [R, Vd] in the compute dtype, its entropy [R] in nats, its argmax [R] int64."""
+class Rows(NamedTuple):
+    """Distributions of r rows, wide: logits and probabilities [r, Vd], log of the scale [r], first choice [r] int64.
 
+    log p = logits - log_scale, which is formed only where a loss needs it: one exponential a number is what this costs.
+    """
+
+    logits: Tensor
     p: Tensor
-    entropy: Tensor
+    log_scale: Tensor
     choice: Tensor
 
 
-@torch.no_grad()
-def verifier_side(hidden: Tensor, head: Tensor) -> VerifierSide:
-    """The verifier's distribution over the draft vocabulary, once for all TTT steps.
+def distribution(logits: Tensor) -> Rows:
+    """From logits [r, Vd] of any dtype."""
+    logits = wide(logits)
+    p = torch.softmax(logits, dim=-1)
+    choice = first_choice(logits)
+    at = choice[:, None]
+    return Rows(logits, p, (logits.gather(1, at) - p.gather(1, at).log_())[:, 0], choice)
 
-    hidden: [R, Ht], last states after the final norm; head: [Vd, Ht], the lm_head rows of the draft vocabulary.
-    """
-    choice = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-    p = torch.empty(len(hidden), len(head), dtype=hidden.dtype, device=hidden.device)
-    entropy = wide(hidden.new_empty(len(hidden)))
-    for start in range(0, len(hidden), CHUNK):
-        rows = slice(start, start + CHUNK)
-        log_p = torch.log_softmax(wide(hidden[rows] @ head.T), dim=-1)
-        choice[rows] = log_p.argmax(-1)
-        exact = log_p.exp()
-        entropy[rows] = -torch.linalg.vecdot(exact, log_p)
-        p[rows] = exact
-    return VerifierSide(p, entropy, choice)
+
+def first_choice(logits: Tensor) -> Tensor:
+    """argmax of each row, [r]: the best group of GROUP, then the best in it (torch's own argmax is not vectorised)."""
+    r, width = logits.shape
+    if width % GROUP or width == GROUP:
+        return logits.argmax(-1)
+    groups = logits.view(r, width // GROUP, GROUP)
+    best = groups.amax(-1).argmax(-1)  # [r]
+    inside = groups.gather(1, best[:, None, None].expand(-1, 1, GROUP))[:, 0].argmax(-1)
+    return best * GROUP + inside
+
+
+def greedy_choice(last: Tensor, head: Tensor) -> Tensor:
+    """argmax of last @ head^T by row, [R] int64, from CHUNK by SLICE logits at a time. last: [R, Ht]; head: [V, Ht]."""
+    choice = torch.empty(len(last), dtype=torch.int64, device=last.device)
+    for start in range(0, len(last), CHUNK):
+        rows = last[start : start + CHUNK]
+        best = wide(rows.new_full((len(rows),), -torch.inf))
+        for first in range(0, len(head), SLICE):
+            logits = wide(rows @ head[first : first + SLICE].T)
+            at = first_choice(logits)
+            value = logits.gather(1, at[:, None])[:, 0]
+            choice[start : start + CHUNK][value > best] = at[value > best] + first
+            best = torch.maximum(best, value)
+    return choice
 
 
 def head_loss(
-    hidden: Tensor, head: Tensor, verifier: VerifierSide, target: Tensor, kind: Kind = "kl"
+    hidden: Tensor,
+    head: Tensor,
+    last: Tensor,
+    verifier_head: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    kinds: dict[str, float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of M rows, and how many agree with the verifier.
+    """Weighted loss of M rows, and which agree with the verifier's first choice.
 
-    hidden: [M, H], the drafter's output after its norm; head: [Vd, H]; verifier: its side, of R rows;
-    target: [M] int64, which of those R each row is compared with.
-    Returns (loss: scalar, differentiable in hidden and head; correct: scalar int64, rows whose argmax is p's).
+    hidden: [M, H], the drafter's outputs after its norm; head: [Vd, H], of any dtype; last: [R, Ht], the verifier's
+    states after its final norm; verifier_head: [Vd, Ht], its lm_head rows of the draft vocabulary; target: [M] int64,
+    which of the R each row is compared with, ascending; weight: [M] fp32; kinds: a weight for each loss, {"kl": 1}.
+    Returns (loss: scalar, differentiable in hidden and head; correct: [M] bool).
     """
-    loss, correct = _HeadLoss.apply(hidden, head, *verifier, target, kind)  # type: ignore[no-untyped-call]
+    loss, correct = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, head, last, verifier_head, target, weight, kinds or {"kl": 1.0}
+    )
     return loss, correct
 
 
@@ -74,33 +108,50 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         head: Tensor,
-        p: Tensor,
-        entropy: Tensor,
-        choice: Tensor,
+        last: Tensor,
+        verifier_head: Tensor,
         target: Tensor,
-        kind: Kind,
+        weight: Tensor,
+        kinds: dict[str, float],
     ) -> tuple[Tensor, Tensor]:
-        loss = wide(hidden.new_zeros(()))
-        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        wanted = any(ctx.needs_input_grad[:2])
+        dtype, Vd = hidden.dtype, len(head)
+        cast_head = head.to(dtype)
+        value = torch.empty_like(weight, dtype=wide(hidden[:0]).dtype)
+        correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        wanted = ctx.needs_input_grad[0]
         d_hidden = torch.empty_like(hidden) if wanted else None
-        d_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), CHUNK):
-            rows = slice(start, start + CHUNK)
-            logits = wide(hidden[rows] @ head.T)  # [c, Vd]
-            at = target[rows]
-            goal = wide(p.index_select(0, at))
-            correct += (logits.argmax(-1) == choice[at]).sum()
-            value, d_logits = row_loss(goal, logits, entropy[at], kind)
-            loss += value.sum()
+        d_head = torch.zeros_like(cast_head) if ctx.needs_input_grad[1] else None
+        weighted = hidden * weight[:, None].to(dtype) if d_head is not None else hidden
+        step = max(1, min(CHUNK, BLOCK // Vd))  # targets of one block
+        edges = torch.arange(0, len(last) + step, step, device=target.device)
+        starts = torch.searchsorted(target, edges).tolist()  # first row of each block of targets
+        per_chunk = CHUNK // step
+        for chunk in range(0, len(edges) - 1, per_chunk):
+            blocks = range(chunk, min(chunk + per_chunk, len(edges) - 1))
+            rows = slice(starts[blocks.start], starts[blocks.stop])
+            verifier_logits = last[blocks.start * step : blocks.stop * step] @ verifier_head.T
+            logits = hidden[rows] @ cast_head.T  # [c, Vd]
+            for block in blocks:
+                here = slice(starts[block], starts[block + 1])
+                if here.start == here.stop:
+                    continue
+                inside = logits[here.start - rows.start : here.stop - rows.start]
+                first = (block - chunk) * step
+                verifier, drafter = distribution(verifier_logits[first : first + step]), distribution(inside)
+                at = target[here] - block * step
+                torch.eq(drafter.choice, verifier.choice[at], out=correct[here])
+                value[here], d_logits = row_loss(verifier, at, drafter, kinds)
+                inside.copy_(d_logits)
             if d_hidden is not None:
-                d_logits = d_logits.to(hidden.dtype)
-                torch.mm(d_logits, head, out=d_hidden[rows])
-                if d_head is not None:
-                    d_head.addmm_(d_logits.T, hidden[rows])
+                torch.mm(logits, cast_head, out=d_hidden[rows])
+            if d_head is not None:
+                d_head.addmm_(logits.T, weighted[rows])
+        if d_hidden is not None:
+            d_hidden *= weight[:, None].to(dtype)
         ctx.save_for_backward(d_hidden, d_head)
+        ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(correct)
-        return loss, correct
+        return torch.dot(value, weight.to(value.dtype)), correct
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,17 +159,13 @@ class _HeadLoss(torch.autograd.Function):
         scale = grads[0]
         return (
             None if d_hidden is None else d_hidden * scale.to(d_hidden.dtype),
-            None if d_head is None else d_head * scale.to(d_head.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
+            None if d_head is None else d_head.to(ctx.head_dtype).mul_(scale),
+            *(None,) * 5,
         )
 
 
 def state_loss(hidden: Tensor, last: Tensor, target: Tensor) -> Tensor:
-    """Summed relative squared distance |d - t|^2 / |t|^2 of M drafter outputs d from the verifier's last states t.
+    """Relative squared distance |d - t|^2 / |t|^2, [M], of drafter outputs d from the verifier's last states t.
 
     hidden: [M, H], after the drafter's norm; last: [R, H], after the verifier's; target: [M] int64, rows of last.
     A state says more than the distribution that the head makes of it, which helps where data is scarce: the feature
@@ -126,33 +173,54 @@ def state_loss(hidden: Tensor, last: Tensor, target: Tensor) -> Tensor:
     """
     goal = wide(last.index_select(0, target))
     away = (wide(hidden) - goal).square().sum(-1)
-    return (away / goal.square().sum(-1).clamp_min(TINY)).sum()
+    return away / goal.square().sum(-1).clamp_min(TINY)
 
 
-def row_loss(p: Tensor, logits: Tensor, entropy: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Loss of each row and its gradient by the logits.
+def row_loss(verifier: Rows, at: Tensor, drafter: Rows, kinds: dict[str, float]) -> tuple[Tensor, Tensor]:
+    """Weighted sum of losses of each row, and its gradient by the logits.
 
-    p, logits: [c, Vd] fp32; entropy: [c] of p. Returns ([c], [c, Vd]). Overwrites logits.
+    verifier: r rows; at: [c] int64, which of them each of the drafter's c rows is compared with; the drafter's
+    probabilities are overwritten. Returns ([c], [c, Vd]).
     """
-    if kind == "kl":
-        # sum p (log p - log q), with log q = logits - scale and sum p = 1; one exponential serves value and gradient
-        cross = torch.linalg.vecdot(p, logits)
-        top = logits.amax(-1, keepdim=True)
-        q = logits.sub_(top).exp_()
-        total = q.sum(-1, keepdim=True)
-        value = (top + total.log())[:, 0] - cross - entropy
-        return value, q.div_(total).sub_(p)
-    log_q = torch.log_softmax(logits, dim=-1)
-    q = log_q.exp()
-    if kind == "reverse_kl":
-        ratio = log_q - p.clamp_min(TINY).log()
-        value = (q * ratio).sum(-1)
-        return value, q * (ratio - value[:, None])
-    if kind == "tv":
-        sign = torch.sign(q - p)
-        return (q - p).abs().sum(-1) / 2, q * (sign - (q * sign).sum(-1, keepdim=True)) / 2
-    if kind == "lk":
-        below = (q < p).to(q.dtype)
-        accepted = torch.minimum(p, q).sum(-1, keepdim=True).clamp_min(TINY)
-        return -accepted[:, 0].log(), -q * (below - (q * below).sum(-1, keepdim=True)) / accepted
-    raise ValueError(f"unknown loss {kind!r}")
+    value, gradient = torch.zeros_like(drafter.log_scale), None
+    for i, (kind, weight) in enumerate(kinds.items()):
+        last = i == len(kinds) - 1
+        one, d_one = _LOSSES[kind](verifier, at, drafter if last else drafter._replace(p=drafter.p.clone()))
+        value += one * weight
+        d_one = d_one if weight == 1 else d_one.mul_(weight)
+        gradient = d_one if gradient is None else gradient.add_(d_one)
+    assert gradient is not None
+    return value, gradient
+
+
+def _kl(verifier: Rows, at: Tensor, drafter: Rows) -> tuple[Tensor, Tensor]:
+    # sum p (log p - log q) = p . (v - z) - (scale of v - scale of z)
+    entropy = verifier.log_scale - torch.linalg.vecdot(verifier.p, verifier.logits)
+    p = verifier.p.index_select(0, at)
+    value = drafter.log_scale - torch.linalg.vecdot(p, drafter.logits) - entropy[at]
+    return value, drafter.p.sub_(p)
+
+
+def _reverse_kl(verifier: Rows, at: Tensor, drafter: Rows) -> tuple[Tensor, Tensor]:
+    q = drafter.p
+    ratio = drafter.logits - drafter.log_scale[:, None]
+    ratio -= (verifier.logits - verifier.log_scale[:, None]).index_select(0, at)
+    value = torch.linalg.vecdot(q, ratio)
+    return value, q.mul_(ratio - value[:, None])
+
+
+def _tv(verifier: Rows, at: Tensor, drafter: Rows) -> tuple[Tensor, Tensor]:
+    q = drafter.p
+    away = q - verifier.p.index_select(0, at)
+    sign = away.sign()
+    return away.abs_().sum(-1) / 2, q.mul_(sign - torch.linalg.vecdot(q, sign)[:, None]).div_(2)
+
+
+def _lk(verifier: Rows, at: Tensor, drafter: Rows) -> tuple[Tensor, Tensor]:
+    p, q = verifier.p.index_select(0, at), drafter.p
+    below = (q < p).to(q.dtype)
+    accepted = torch.minimum(p, q).sum(-1, keepdim=True).clamp_min(TINY)
+    return -accepted[:, 0].log(), q.mul_(torch.linalg.vecdot(q, below)[:, None] - below).div_(accepted)
+
+
+_LOSSES = {"kl": _kl, "reverse_kl": _reverse_kl, "tv": _tv, "lk": _lk}

@@ -8,13 +8,12 @@ The forward pass of the contract (docs/eagle3.md, from the EAGLE-3 paper and the
     logits = lm_head(norm(out)) over the draft vocabulary;  the next step reads `out`, before the norm
 
 Parameter names are the checkpoint's names. Masters are fp32; products run in the dtype of the states that come in,
-with weights cast once a pass. The embedding is the verifier's, frozen, and no parameter.
+with weights cast once a pass. The modules compute one step plainly, for decoding; `drafter.ttt` computes all steps of a
+pack. The embedding is the verifier's, frozen, and no parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.drafter.attention import ttt_attention
 from eyas.drafter.plan import Plan
 from eyas.drafter.precision import wide
+from eyas.drafter.ttt import Settings, Weights, norm_rows, ttt_steps
 
 
 @dataclass(frozen=True)
@@ -67,25 +66,10 @@ class Linear(nn.Linear):
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__(fan_in, fan_out, bias=False)
-        self.cast: Tensor | None = None  # the weight in the compute dtype, for the length of a pass (`cast_once`)
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., in] -> [.., out]."""
-        return F.linear(x, self.weight.to(x.dtype) if self.cast is None else self.cast)
-
-
-@contextmanager
-def cast_once(modules: tuple[nn.Module, ...], dtype: torch.dtype) -> Iterator[None]:
-    """Cast every weight once for all the TTT steps inside. Gradients of the steps then add up in `dtype`, as they do
-    under torch's autocast; each optimiser step starts from them in the master's fp32."""
-    linears = [m for part in modules for m in part.modules() if isinstance(m, Linear) and m.weight.dtype != dtype]
-    for module in linears:
-        module.cast = module.weight.to(dtype)
-    try:
-        yield
-    finally:
-        for module in linears:
-            module.cast = None
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 class Attention(nn.Module):
@@ -179,38 +163,38 @@ class Drafter(nn.Module):
         cos, sin = self._rotary(like, position[None])
         return cos[0, :, None].to(dtype), sin[0, :, None].to(dtype)
 
-    def forward(self, plan: Plan, states: Tensor) -> list[Tensor]:
-        """Outputs of every TTT step, before the final norm: K tensors [Q, H].
+    def forward(self, plan: Plan, states: Tensor) -> Tensor:
+        """Outputs of every TTT step, before the final norm: [K, Q, H].
 
         plan: from `make_plan`, on the device; states: [T, 3 Ht], the verifier's low, middle and high state at the
         plan's key rows, in the compute dtype.
         """
-        with cast_once((self.fc, self.midlayer), states.dtype):
-            return self._steps(plan, states)
+        layer, dtype = self.midlayer, states.dtype
+        length = max((d.key_stop - d.key_start for d in plan.documents), default=0)
+        cos, sin = self.rotary(torch.arange(length + plan.steps, device=states.device), dtype)
+        half = self.config.head_dim // 2
+        training = float(self.training)
+        settings = Settings(
+            self.config.num_kv_heads,
+            self.config.head_dim,
+            self.config.rms_norm_eps,
+            layer.dropout * training,
+            layer.mlp.dropout * training,
+        )
+        return ttt_steps(
+            plan, states, self.embed(plan.token, dtype), cos[:, 0, :half], sin[:, 0, :half], settings, self.weights()
+        )
 
-    def _steps(self, plan: Plan, states: Tensor) -> list[Tensor]:
-        layer, attention, dtype = self.midlayer, self.midlayer.self_attn, states.dtype
-        hidden = self.fc(states)  # [T, H]
-        mixed = layer.mix(self.embed(plan.key_token, dtype), hidden)  # [T, 2H]
-        cos, sin = self.rotary(plan.key_position, dtype)
-        key = rotate(attention.heads(attention.k_proj(mixed)), cos, sin)  # [T, m, d]
-        value = attention.heads(attention.v_proj(mixed))
-        position = plan.key_position[plan.query_row]
-        hidden, mixed = hidden.index_select(0, plan.query_row), mixed.index_select(0, plan.query_row)  # [Q, H], [Q, 2H]
-        outputs: list[Tensor] = []
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
-        for step in range(plan.steps):
-            cos, sin = self.rotary(position + step, dtype)
-            if step:
-                mixed = layer.mix(self.embed(plan.tokens[step], dtype), hidden)
-                own_keys.append(rotate(attention.heads(attention.k_proj(mixed)), cos, sin))
-                own_values.append(attention.heads(attention.v_proj(mixed)))
-            query = rotate(attention.heads(attention.q_proj(mixed)), cos, sin)  # [Q, n, d]
-            seen = ttt_attention(query, key, value, own_keys, own_values, plan.query_row, plan.documents)
-            hidden = layer.finish(hidden, seen)
-            outputs.append(hidden)
-        return outputs
+    def normed(self, outputs: Tensor, rows: Tensor) -> Tensor:
+        """What the head reads, [M, H]: rows of the outputs [K, Q, H] seen as [K Q, H], after the final norm."""
+        return norm_rows(outputs.flatten(0, 1), rows, self.norm.weight, self.norm.eps)
+
+    def weights(self) -> Weights:
+        """The parameters that the steps read."""
+        layer, a, mlp = self.midlayer, self.midlayer.self_attn, self.midlayer.mlp
+        linears = (self.fc, a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        norms = (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm)
+        return Weights(*(m.weight for m in (*linears, *norms)))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -23,28 +23,33 @@ from eyas.drafter.attention import Document
 
 @dataclass
 class Plan:
-    """Index tensors of one pack. N packed rows; T key rows; Q query rows; M_k trained rows; R target rows.
+    """Index tensors of one pack. N packed rows; T key rows; Q query rows; M_k trained rows, M = sum M_k; R target rows.
 
     key_row: [T] packed row of each position that needs a step-0 key and value (reads g there)
-    key_token: [T] token id x[p+1] that goes in there at step 0
     key_position: [T] RoPE position p
     query_row: [Q] key row of each position that is computed
-    tokens: [K, Q] token ids x[p+1+k]
+    token: [E] the different tokens that go in anywhere: x[p+1] of the T key rows, then what later steps see behind them
+    token_row: [K, Q] which of those goes in at step k. The token that p sees at step k is the one p+1 sees at step k-1.
     documents: rows of each document among keys and queries
     trained: K tensors [M_k], query rows trained at step k
     target: K tensors [M_k], which of the target rows each is compared with
+    loss_row, loss_step, loss_target: [M] the same for all steps together, ordered by target: row of the K Q outputs,
+        step, and target row
     target_row: [R] packed rows whose verifier distribution is needed, once for all steps (reads the last state there)
     next_token: [R] token id x[i+1] that follows target row i
     """
 
     key_row: Tensor
-    key_token: Tensor
     key_position: Tensor
     query_row: Tensor
-    tokens: Tensor
+    token: Tensor
+    token_row: Tensor
     documents: list[Document]
     trained: list[Tensor]
     target: list[Tensor]
+    loss_row: Tensor
+    loss_step: Tensor
+    loss_target: Tensor
     target_row: Tensor
     next_token: Tensor
 
@@ -62,6 +67,16 @@ class Plan:
     def steps(self) -> int:
         """Number of TTT steps K."""
         return len(self.trained)
+
+    @property
+    def key_token(self) -> Tensor:
+        """[T] token id x[p+1] that goes in at step 0."""
+        return self.token[: len(self.key_row)]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[K, Q] token ids x[p+1+k]."""
+        return self.token[self.token_row]
 
 
 def trained_mask(loss_mask: np.ndarray, step: int) -> np.ndarray:
@@ -84,17 +99,20 @@ def make_plan(documents: list[tuple[np.ndarray, np.ndarray]], steps: int) -> Pla
 
     documents: (input_ids int [T], loss_mask bool [T]) each; steps: K >= 1.
     """
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("key", "token", "pos", "query", "target", "next")}
-    step_tokens: list[list[np.ndarray]] = [[] for _ in range(steps)]
+    columns: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("key", "token", "behind", "pos", "query", "target", "next")
+    }
+    token_row: list[list[np.ndarray]] = [[] for _ in range(steps)]
     trained: list[list[np.ndarray]] = [[] for _ in range(steps)]
     target: list[list[np.ndarray]] = [[] for _ in range(steps)]
+    masks_of = [np.stack([trained_mask(loss_mask, k) for k in range(steps)]) for _, loss_mask in documents]  # [K, T]
+    key_counts = [int(np.flatnonzero(m.any(axis=0))[-1]) + 1 if m.any() else 0 for m in masks_of]
     rows: list[Document] = []
     first = keys = queries = targets = 0
-    for ids, loss_mask in documents:
-        masks = np.stack([trained_mask(loss_mask, k) for k in range(steps)])  # [K, T]
+    behind = sum(key_counts)  # rows of the tokens behind the documents' keys come after those of all keys
+    for (ids, _), masks, key_count in zip(documents, masks_of, key_counts, strict=True):
         query = np.flatnonzero(masks.any(axis=0))
         T = len(ids)
-        key_count = int(query[-1]) + 1 if len(query) else 0
         is_target = np.zeros(T, dtype=bool)
         for k in range(steps):
             is_target[np.flatnonzero(masks[k]) + 1 + k] = True
@@ -105,28 +123,38 @@ def make_plan(documents: list[tuple[np.ndarray, np.ndarray]], steps: int) -> Pla
         columns["query"].append(query + keys)
         columns["target"].append(np.flatnonzero(is_target) + first)
         columns["next"].append(ids[np.flatnonzero(is_target) + 1])
-        for k in range(steps):
+        if key_count:
             # Where a later step reaches past the document no loss reads the result: any token will do.
-            step_tokens[k].append(ids[np.minimum(query + 1 + k, T - 1)])
+            columns["behind"].append(ids[np.minimum(np.arange(key_count + 1, key_count + steps), T - 1)])
+        for k in range(steps):
+            at = query + k
+            token_row[k].append(np.where(at < key_count, at + keys, at - key_count + behind))
             here = masks[k][query]
             trained[k].append(np.flatnonzero(here) + queries)
             target[k].append(target_of[query[here] + 1 + k])
         rows.append(Document(keys, keys + key_count, queries, queries + len(query)))
         first, keys, queries = first + T, keys + key_count, queries + len(query)
+        behind += steps - 1 if key_count else 0
         targets += int(is_target.sum())
 
     def long(parts: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.zeros(0, dtype=torch.int64)
 
+    trained_rows, target_rows = [long(t) for t in trained], [long(t) for t in target]
+    loss_target, order = torch.sort(torch.cat(target_rows), stable=True)
+    step = torch.repeat_interleave(torch.arange(steps), torch.tensor([len(t) for t in trained_rows]))
     return Plan(
         key_row=long(columns["key"]),
-        key_token=long(columns["token"]),
         key_position=long(columns["pos"]),
         query_row=long(columns["query"]),
-        tokens=torch.stack([long(t) for t in step_tokens]),
+        token=long(columns["token"] + columns["behind"]),
+        token_row=torch.stack([long(t) for t in token_row]),
         documents=rows,
-        trained=[long(t) for t in trained],
-        target=[long(t) for t in target],
+        trained=trained_rows,
+        target=target_rows,
+        loss_row=(torch.cat(trained_rows) + step * queries)[order],
+        loss_step=step[order],
+        loss_target=loss_target,
         target_row=long(columns["target"]),
         next_token=long(columns["next"]),
     )

@@ -18,17 +18,17 @@ Cost: one pass of the drafter and one product with the verifier's whole head, in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eyas.drafter.loss import head_loss, verifier_side
+from eyas.drafter.loss import distribution, row_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.plan import Plan
-from eyas.evaluate.rounds import accept_length, beginnings
+from eyas.evaluate.rounds import beginnings, count_rounds
 from eyas.train.batches import Batch
 
 CHUNK = 256  # rows of full-vocabulary logits at a time
@@ -71,9 +71,17 @@ class VerifierHead:
 
 @torch.inference_mode()
 def evaluate(
-    drafter: Drafter, verifier: VerifierHead, batches: Iterable[Batch], steps: int, dtype: torch.dtype
+    drafter: Drafter,
+    verifier: VerifierHead,
+    batches: Iterable[Batch],
+    steps: int,
+    dtype: torch.dtype,
+    add: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> OfflineFigures | None:
-    """Figures of `drafter` over `batches`; None when they hold no position that all steps train on."""
+    """Figures of `drafter` over `batches`; None when they hold no position that all steps train on.
+
+    add: for batches that are shared out to several ranks, adds a vector of sums up over them.
+    """
     device = verifier.head.device
     right: list[list[Tensor]] = [[] for _ in range(steps)]  # per step, 0/1 per query, -1 where not trained
     accept: list[list[Tensor]] = [[] for _ in range(steps)]
@@ -87,17 +95,17 @@ def evaluate(
         samples += len(batch.samples)
         begins.append(beginnings(plan))
         outputs = drafter(plan, batch.states.to(device, dtype))
-        side = verifier_side(last, draft_head)
         first_choice, log_scale = _full_vocabulary(last, verifier)
         for k, out in enumerate(outputs):
-            hidden = drafter.norm(out[plan.trained[k]])
-            loss, _ = head_loss(hidden, head, side, plan.target[k])
+            hidden, goal = drafter.norm(out[plan.trained[k]]), last[plan.target[k]]
+            at = plan.target[k]
+            c, a, kl = _compare(hidden, head, goal, draft_head, first_choice[at], log_scale[at], verifier.draft_ids)
             if k == 0 and len(hidden):
-                losses.append((float(loss), len(hidden)))
-            c, a = _compare(hidden, head, side.p, first_choice, log_scale, verifier.draft_ids, plan.target[k])
+                losses.append((float(kl.sum()), len(hidden)))
             right[k].append(_scatter(c, plan, k))
             accept[k].append(_scatter(a, plan, k))
-    return _figures(right, accept, begins, losses, samples)
+    sums = _sums(right, accept, begins, losses, samples)
+    return _figures(add(torch.tensor(sums, dtype=torch.float64, device=device)).tolist(), steps)
 
 
 def _full_vocabulary(last: Tensor, verifier: VerifierHead) -> tuple[Tensor, Tensor]:
@@ -113,20 +121,25 @@ def _full_vocabulary(last: Tensor, verifier: VerifierHead) -> tuple[Tensor, Tens
 
 
 def _compare(
-    hidden: Tensor, head: Tensor, p: Tensor, choice: Tensor, log_share: Tensor, draft_ids: Tensor, target: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Whether first choices agree, and sum min(p, q) over the full vocabulary, for drafter rows [M, H]."""
-    agree = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    accepted = torch.empty_like(agree)
+    hidden: Tensor,
+    head: Tensor,
+    last: Tensor,
+    draft_head: Tensor,
+    choice: Tensor,
+    log_share: Tensor,
+    draft_ids: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of drafter rows [M, H] against the verifier's [M, Ht]: whether first choices agree, sum min(p, q) over the full
+    vocabulary, and the KL over the draft vocabulary, each [M]."""
+    agree, accepted, kl = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
     for start in range(0, len(hidden), CHUNK):
         rows = slice(start, start + CHUNK)
-        at = target[rows]
-        logits = (hidden[rows] @ head.T).float()
-        agree[rows] = (draft_ids[logits.argmax(-1)] == choice[at]).float()
+        p, q = distribution(last[rows] @ draft_head.T), distribution(hidden[rows] @ head.T)
+        agree[rows] = (draft_ids[q.choice] == choice[rows]).float()
         # p over the draft vocabulary sums to 1; the full distribution gives it only its share of the mass.
-        full_p = p[at].float() * log_share[at].exp()[:, None]
-        accepted[rows] = torch.minimum(full_p, torch.softmax(logits, -1)).sum(-1)
-    return agree, accepted
+        accepted[rows] = torch.minimum(p.p * log_share[rows, None].exp(), q.p).sum(-1)
+        kl[rows], _ = row_loss(p, torch.arange(len(q.p), device=q.p.device), q, {"kl": 1.0})
+    return agree, accepted, kl
 
 
 def _scatter(values: Tensor, plan: Plan, step: int) -> Tensor:
@@ -136,31 +149,49 @@ def _scatter(values: Tensor, plan: Plan, step: int) -> Tensor:
     return out
 
 
-def _figures(
+def _sums(
     right: list[list[Tensor]],
     accept: list[list[Tensor]],
     begins: list[Tensor],
     losses: list[tuple[float, int]],
     samples: int,
-) -> OfflineFigures | None:
-    """Reduce per-query values, -1 where a step does not train, to the figures."""
-    if not losses:
-        return None
-    c = torch.stack([torch.cat(step) for step in right])  # [K, all queries]
-    a = torch.stack([torch.cat(step) for step in accept])
+) -> list[float]:
+    """Per-query values, -1 where a step does not train, as what the figures are quotients of; see `_figures`."""
+    K = len(right)
+    if not begins:
+        return [0.0] * (8 + 3 * K)
+    c = torch.stack([torch.cat(step) for step in right]).double()  # [K, all queries]
+    a = torch.stack([torch.cat(step) for step in accept]).double()
     first = torch.cat(begins)
     every = (c >= 0).all(0)  # trained at all K steps
-    if not every.any():
+    return [
+        sum(value for value, _ in losses),
+        float(sum(n for _, n in losses)),
+        float(samples),
+        float(every.sum()),
+        *count_rounds(a, first),
+        *count_rounds(c, first),
+        *c[:, every].cumprod(0).sum(1).tolist(),
+        *(float(a[k][a[k] >= 0].sum()) for k in range(K)),
+        *(float((a[k] >= 0).sum()) for k in range(K)),
+    ]
+
+
+def _figures(sums: list[float], K: int) -> OfflineFigures | None:
+    """The figures from the sums over all ranks."""
+    loss, counted, samples, positions, rounds, kept, rounds_greedy, kept_greedy = sums[:8]
+    if not positions:
         return None
-    joint = c[:, every].cumprod(0).mean(1).tolist()
+    right, accepted, trained = sums[8 : 8 + K], sums[8 + K : 8 + 2 * K], sums[8 + 2 * K :]
+    joint = [r / positions for r in right]
     before = [1.0, *joint[:-1]]
     return OfflineFigures(
-        loss=sum(value for value, _ in losses) / sum(n for _, n in losses),
+        loss=loss / counted,
         accuracy=[j / b if b else 0.0 for j, b in zip(joint, before, strict=True)],
         accuracy_joint=joint,
-        acceptance=[float(a[k][a[k] >= 0].mean()) for k in range(len(a))],
-        accept_length=accept_length(a, first),
-        accept_length_greedy=accept_length(c, first),
-        positions=int(every.sum()),
-        samples=samples,
+        acceptance=[a / n for a, n in zip(accepted, trained, strict=True)],
+        accept_length=1 + kept / rounds,
+        accept_length_greedy=1 + kept_greedy / rounds_greedy,
+        positions=int(positions),
+        samples=int(samples),
     )

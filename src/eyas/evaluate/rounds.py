@@ -26,7 +26,13 @@ def beginnings(plan: Plan) -> Tensor:
 
 
 def accept_length(chance: Tensor, begins: Tensor) -> float:
-    """Expected tokens per verification, 1 + drafts kept.
+    """Expected tokens per verification, 1 + drafts kept in a round; arguments as of `count_rounds`."""
+    rounds, kept = count_rounds(chance, begins)
+    return 1 + kept / rounds if rounds else 1.0
+
+
+def count_rounds(chance: Tensor, begins: Tensor) -> tuple[float, float]:
+    """Expected rounds, and drafts kept in them.
 
     chance: [K, Q], the chance that draft k of a round at this position is kept if the ones before it were (0 or 1 for
         greedy decoding), negative where the answer has ended; positions of an answer stand side by side.
@@ -49,4 +55,4 @@ def accept_length(chance: Tensor, begins: Tensor) -> float:
             kept += here
             count += 1
         ahead[count] += here
-    return 1 + kept / rounds if rounds else 1.0
+    return rounds, kept

@@ -31,7 +31,7 @@ from eyas.record.record import Record
 from eyas.regenerate import end_token_ids
 from eyas.store.reader import Source, open_source
 from eyas.train.batches import Loader, pack, split_source
-from eyas.train.loop import aux_layers, verifier_head
+from eyas.train.setup import aux_layers, verifier_head
 from eyas.verifier import Verifier
 from eyas.vocab import DraftVocab
 

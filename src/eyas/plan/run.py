@@ -54,7 +54,7 @@ def make_plan(asked: Asked, say: Callable[[str], None] = print) -> dict[str, Any
     """The plan as a report: sizes, rates, terms, memory, the bottleneck and what to do. Raises EyasError."""
     from eyas.store import reader
     from eyas.train.batches import epoch_order, pack, split_source
-    from eyas.train.loop import drafter_config
+    from eyas.train.setup import drafter_config
     from eyas.verifier import Verifier
     from eyas.vocab import load as load_vocab
 
@@ -184,16 +184,16 @@ def _real_steps(asked: Asked, say: Callable[[str], None]) -> dict[str, float]:
     from eyas.train.loop import Run
 
     c = asked.config
-    run = Run(c, lambda _line: None)
+    run = Run(c.model_copy(update={"output_dir": Path(os.devnull)}), lambda _line: None)  # it keeps nothing
     packs = run.epochs[0][: asked.steps + 2]
     say(f"plan: taking {len(packs)} real steps on {run.device}")
     steps, reads, tokens = [], [], []
-    for pack in packs:
+    for number, pack in enumerate(packs):
         before = time.thread_time()
         batch = load_batch(run.reads, pack, c.ttt_steps, c.max_seq_len)
         reads.append(time.thread_time() - before)
         before = time.perf_counter()
-        run._step(batch)  # its metrics wait for the device
+        run._step(0, [number], c.ttt_steps, iter([batch]))  # its metrics wait for the device
         steps.append(time.perf_counter() - before)
         tokens.append(batch.tokens)
     warm = slice(2, None) if len(steps) > 4 else slice(0, None)  # the first steps build what later ones reuse

@@ -6,12 +6,12 @@ seconds pass without one.
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from eyas.config import TrainConfig
 from eyas.record.console import Say
 from eyas.record.record import Record
+from eyas.train.stop import resume_command
 
 
 def train(config: TrainConfig, say: Say | None = None) -> dict[str, Any]:
@@ -24,9 +24,6 @@ def train(config: TrainConfig, say: Say | None = None) -> dict[str, Any]:
 
 def recorder(config: TrainConfig, say: Say | None = None) -> Record:
     """The recorder of a training run; it begins with its `with` block."""
-    return Record(config.output_dir, "eyas train", say=say, resume=resume_command(config), sinks=config.sinks())
-
-
-def resume_command(config: TrainConfig) -> str:
-    """The command that goes on with a run."""
-    return f"eyas train --config {shlex.quote(str(config.output_dir / 'run.yaml'))}"
+    return Record(
+        config.output_dir, "eyas train", say=say, resume=resume_command(config.output_dir), sinks=config.sinks()
+    )

@@ -3,85 +3,104 @@
 Reads top to bottom: what is there is opened and checked against each other, then epochs of steps, each epoch followed
 by validation and a checkpoint. The best checkpoint is the one with the longest simulated accept length on the
 validation split: with longer training the loss goes on falling while the accept length falls too.
+
+A step takes packs from the epoch's order, one or several (`--grad-accumulation`) for each rank. Between two steps a run
+can be stopped by anything and goes on with `--resume` as if nothing had been (`state.py`).
 """
 
 from __future__ import annotations
 
 import math
-import os
-import platform
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
-import yaml
 from torch import Tensor
 
-import eyas
 from eyas.config import TrainConfig
-from eyas.device import compute_dtype, pick_device
+from eyas.device import compute_dtype
 from eyas.drafter.checkpoint import config_json, save_checkpoint
-from eyas.drafter.loss import head_loss, state_loss, verifier_side
-from eyas.drafter.model import Drafter, DrafterConfig
-from eyas.drafter.start import start_from_verifier, start_random
+from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
-from eyas.evaluate.offline import OfflineFigures, VerifierHead, evaluate
-from eyas.files import write_json, write_whole
+from eyas.evaluate.offline import OfflineFigures, evaluate
+from eyas.files import write_json
 from eyas.record.record import Record
-from eyas.store.reader import Source, open_source
+from eyas.store.reader import open_source
 from eyas.store.readpath import ReadPath
 from eyas.train.batches import Batch, Loader, epoch_order, pack, split_source
-from eyas.train.optim import learning_rate, make_optimiser
-from eyas.verifier import Verifier, VerifierConfig
-from eyas.vocab import DraftVocab
-from eyas.vocab import load as load_vocab
+from eyas.train.objective import Objective, pack_seed, trained_positions
+from eyas.train.optim import Average, check_optimiser, learning_rate, make_optimisers, optimiser_tensors
+from eyas.train.parallel import Ranks, held_back, other_ranks_gone, spread, whole
+from eyas.train.rundir import link, open_run, refuse_another_run, save_run
+from eyas.train.setup import aux_layers, verifier_head
+from eyas.train.start import make_drafter
+from eyas.train.state import Progress, States, about_state, check_identity, identity, progress, prune
+from eyas.train.stop import Stop, resume_command
+from eyas.verifier import Verifier
 
 Say = Callable[[str], None]
 
 
 class Run:
-    """Everything one training run holds. `Run(config)` opens and checks; `train()` goes."""
+    """Everything one training run holds. `Run(config)` opens and checks; `train()` goes.
 
+    ended: why it stopped before its last step: "signal", "time", "patience"; None where it did not.
+    """
+
+    @other_ranks_gone()
     def __init__(self, config: TrainConfig, say: Say = print, record: Record | None = None) -> None:
-        self.config, self.say = config, say
         self.record = record or Record(None, say=say)
         self.record.enter("reading verifier")
-        torch.manual_seed(config.seed)  # of noise and dropout
-        self.device = pick_device(config.device)
+        self.config, self.ranks = config, Ranks.join(config.device)
+        self.say: Say = say if self.ranks.first else lambda _text: None
+        refuse_another_run(config)
+        check_optimiser(config, self.ranks.world)
+        torch.manual_seed(config.seed)
+        self.device = self.ranks.device
         self.dtype = compute_dtype(config.dtype, self.device)
         self.verifier = Verifier(config.verifier_path, trust_remote_code=config.trust_remote_code)
         self.record.enter("indexing")
-        self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, say)
+        with self.ranks.one_by_one():  # an index that is built is built by one
+            self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, self.say)
         # Filling the cache costs more than reading past it, and one epoch never comes back to it.
         cache_gb = 0 if config.epochs == 1 and config.cache_gb == "auto" else config.cache_gb
-        self.reads = ReadPath(self.source, cache_gb=cache_gb, device=self.device, say=say)
-        self.vocab = self._vocab()
+        self.reads = ReadPath(self.source, cache_gb=cache_gb, device=self.device, say=self.say)
         self.train_samples, self.val_samples = self._split()
         self.record.enter("reading verifier")
+        self.drafter, self.vocab = make_drafter(config, self.verifier, self.source, self.dtype, self.say)
+        self.drafter.to(self.device)
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
-        self.drafter = self._drafter().to(self.device)
         self.layers = aux_layers(self.source, self.verifier)
         config_json(self.drafter.config, self.verifier.config, self.layers, "float32")  # refuses before any work
-        self.optimiser = make_optimiser(self.drafter, config)
-        self.noise = torch.Generator(self.device).manual_seed(config.seed)
+        self.parameters = sum(p.numel() for p in self.drafter.parameters())
+        self.objective = Objective(self.drafter, self.head, config, self.device, self.dtype)
+        self.model = spread(self.objective, config.parallel, self.ranks)
+        if self.ranks.world > 1:
+            # DDP lays its buckets out anew after its first backward pass. That shall be over before the first step, or
+            # a run that goes on would add its gradients up in another order than the run that it goes on with.
+            self.model(None, [1.0])[0].backward()
+            self.drafter.zero_grad(set_to_none=True)
+        self.optimisers = make_optimisers(self.drafter, config)
+        self.average = Average(self.drafter, config.ema) if config.ema else None
         self.batch_tokens = config.batch_tokens or config.max_seq_len
         self.epochs = [self._packs(epoch) for epoch in range(config.epochs)]
-        self.total = sum(map(len, self.epochs))
-        self.step = 0
-        self.best: tuple[float, Path] | None = None
-        self.validations: list[dict[str, Any]] = []
+        self.packs = sum(map(len, self.epochs))
+        self.per_step = config.grad_accumulation * self.ranks.world
+        self.total = sum(math.ceil(len(packs) / self.per_step) for packs in self.epochs)
+        self.identity = identity(config, self.verifier, self.source, self.vocab, self.dtype)
+        self.states = States(config.output_dir, self.ranks, config.keep)
+        self.at = Progress()
+        self.ended: str | None = None
+        self.stop = Stop()
+        self.began, self.seconds_before, self.steps_before = time.monotonic(), 0.0, 0
+        self._copy: Drafter | None = None
 
-    def _vocab(self) -> DraftVocab:
-        V = self.verifier.config.vocab_size
-        if self.config.vocab_mapping_dir is None:
-            return DraftVocab(np.zeros(V, dtype=np.int64), np.ones(V, dtype=bool))
-        return load_vocab(self.config.vocab_mapping_dir, V, self.verifier.fingerprint, self.say)
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return self.at.step
 
     def _split(self) -> tuple[list[int], list[int]]:
         for name, reason in self.source.skipped[:5]:
@@ -99,253 +118,293 @@ class Run:
             self.say(f"{long:,} samples are longer than {K:,} tokens and are cut there (--max-seq-len)")
         return train, val
 
-    def _drafter(self) -> Drafter:
-        c, v = self.config, self.verifier.config
-        drafter = Drafter(drafter_config(c, v, self.vocab.size), self.verifier.embedding(self.dtype))
-        start_random(drafter, c.seed)
-        if c.init == "verifier":
-            targets = torch.from_numpy(self.vocab.targets)
-            taken = start_from_verifier(drafter, self.verifier, targets, aux_layers(self.source, self.verifier)[2])
-            self.say(f"starts from the verifier's {', '.join(taken) or 'nothing: the sizes differ'}")
-        drafter.lm_head.weight.requires_grad_(not c.freeze_head)
-        drafter.midlayer.dropout = drafter.midlayer.mlp.dropout = c.dropout
-        return drafter
-
     def _packs(self, epoch: int) -> list[list[int]]:
         order = epoch_order(self.train_samples, self.config.seed, epoch)
         return pack(order, self.source.lengths, self.batch_tokens, self.config.max_seq_len)
 
+    # -- the run -------------------------------------------------------------------------------------------------------
+
     def train(self) -> dict[str, Any]:
-        """Train all epochs; returns what summary.json holds."""
+        """Train all epochs, or what is left of them; returns what summary.json holds."""
+        self._train()
+        return self._conclude()
+
+    @other_ranks_gone()
+    def _train(self) -> None:
         c = self.config
-        record = self.record
-        save_run(c, self.source, self.verifier)
-        record.open()
-        tokens = int(np.minimum(self.source.lengths[self.train_samples], c.max_seq_len).sum())
-        self.say(
-            f"{len(self.train_samples):,} samples train ({tokens:,} tokens), {len(self.val_samples):,} validate · "
-            f"{self.total:,} steps in {c.epochs} epochs · "
-            f"{sum(p.numel() for p in self.drafter.parameters()) / 1e6:.1f} M parameters · "
-            f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
-        )
-        started, self.tokens = time.monotonic(), 0
-        metrics: dict[str, Any] = {}
-        waited = 0.0
-        record.begin(self.total, self.step, str(self.device))
-        for epoch, packs in enumerate(self.epochs):
-            steps = 1 if epoch < c.ttt_warmup_epochs else c.ttt_steps
-            loader = Loader(self.reads, packs, steps, c.max_seq_len, c.num_workers, device=self.device)
-            for batch in record.data(loader, self.source.ids.__getitem__, "copying"):
-                metrics = self._step(batch)
-                self.step += 1
-                self.tokens += batch.tokens
-                record.step(
-                    step=self.step, tokens=batch.tokens, samples=self._names(batch), epoch=f"{epoch + 1}/{c.epochs}",
-                    **metrics,
-                )  # fmt: skip
-            waited += loader.waited
-            self._validate_and_save(epoch)
-        seconds = time.monotonic() - started
-        summary = {
-            "steps": self.step,
-            "epochs": c.epochs,
-            "seconds": round(seconds, 2),
-            "tokens": self.tokens,
-            "tokens_per_s": round(self.tokens / seconds, 1),
-            "data_wait_share": round(waited / seconds, 4),
-            "final_loss": metrics["loss"],
-            "validations": self.validations,
-            "best": str(self.best[1].name) if self.best else None,
-            "skipped": [list(s) for s in self.source.skipped],
-        }
-        write_json(c.output_dir / "summary.json", summary)
-        self.say(f"done: {self.step:,} steps in {seconds:,.0f} s · best checkpoint {c.output_dir / 'best'}")
-        return summary
+        with self.states, self.stop:
+            if self.ranks.first:
+                open_run(c.output_dir, self.states)
+            self.ranks.wait()
+            self._go_on()
+            if self.ranks.first:
+                save_run(c, self.source, self.verifier)
+            self.record.open()
+            self._introduce()
+            self.began, self.seconds_before, self.steps_before = time.monotonic(), self.at.seconds, self.step
+            self.record.begin(self.total, self.step, str(self.device))
+            while self.at.epoch < c.epochs and self.ended is None:
+                if self.at.position == 0 and self._patience_over():
+                    self.ended = "patience"
+                    break
+                self._epoch(self.at.epoch)
+                self._after_epoch()
+            self.record.enter("saving")
+            self.states.finish()
 
-    def _step(self, batch: Batch) -> dict[str, Any]:
-        """One optimiser step. Returns loss, accuracy per TTT step, gradient norm and learning rate."""
-        rate = learning_rate(self.step, self.total, self.config)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        enter = self.record.enter
-        loss, correct, counts = self.loss(batch, noise=True)
-        enter("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
-        enter("optimiser")
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_grad_norm)
-        value = float(loss.detach())
-        if math.isfinite(value) and math.isfinite(float(norm)):
-            self.optimiser.step()
-        else:  # one such step would end up in every weight
-            skip = self.config.on_nan == "skip"
-            text = self.record.bad_loss(value, float(norm), self.step + 1, self._names(batch)(), skip)
-            if not skip:
-                raise EyasError(f"{text}; lower --lr, check the data, or leave such steps out with --on-nan skip")
-        self.optimiser.zero_grad(set_to_none=True)
-        enter("logging")
-        accuracy = [int(c) / n if n else 0.0 for c, n in zip(correct, counts, strict=True)]
-        return {"loss": value, "accuracy": accuracy, "lr": rate, "grad_norm": float(norm)}
-
-    def loss(self, batch: Batch, noise: bool) -> tuple[Tensor, list[Tensor], list[int]]:
-        """Weighted loss of one pack; correct and trained positions per TTT step."""
-        plan = batch.plan.to(self.device)
-        states = batch.states.to(self.device, self.dtype)
-        self.record.enter("forward")
-        if noise and self.config.noise_std > 0:
-            # Uniform of this width, scaled down with length: the recipe of the first EAGLE code.
-            width = self.config.noise_std * 512 / max(1, len(states))
-            uniform = torch.rand(states.shape, generator=self.noise, device=self.device, dtype=states.dtype)
-            states = states + (uniform - 0.5) * width
-        last = self.head.norm(batch.last.to(self.device)).to(self.dtype)
-        side = verifier_side(last, self.draft_head)
-        head = self.drafter.lm_head.weight.to(self.dtype)
-        total = torch.zeros((), device=self.device)
-        correct, counts = [], []
-        weights = [self.config.step_weight_decay**k for k in range(plan.steps)]
-        for k, out in enumerate(self.drafter(plan, states)):
-            hidden = self.drafter.norm(out.index_select(0, plan.trained[k]))
-            value, right = head_loss(hidden, head, side, plan.target[k], self.config.loss)
-            if self.config.state_weight:
-                value = value + self.config.state_weight * state_loss(hidden, last, plan.target[k])
-            total = total + value * (weights[k] / sum(weights) / max(1, len(hidden)))
-            correct.append(right)
-            counts.append(len(hidden))
-        return total, correct, counts
-
-    @cached_property
-    def draft_head(self) -> Tensor:
-        """The verifier's lm_head rows of the draft vocabulary, [Vd, Ht]."""
-        return self.head.draft_head()
-
-    def _names(self, batch: Batch) -> Callable[[], list[str]]:
-        """The ids of a batch's samples, looked up when they are needed."""
-        return lambda: [self.source.ids[i] for i in batch.samples]
-
-    def _validate_and_save(self, epoch: int) -> None:
-        self.record.enter("validating")
-        figures = self.validate()
-        folder = self.config.output_dir / "checkpoints" / f"step-{self.step:06d}"
-        value = figures.to_dict() if figures else None
-        self.record.enter("saving")
-        begun = time.monotonic()
-        save_checkpoint(
-            folder,
-            self.drafter,
-            self.vocab,
-            self.verifier.config,
-            self.layers,
-            more={
-                "eyas.json": {
-                    "verifier": {"name": self.verifier.config.name, "fingerprint": self.verifier.fingerprint},
-                    "step": self.step,
-                    "epoch": epoch + 1,
-                    "validation": value,
-                }
-            },
-        )
-        link(self.config.output_dir / "last", folder)
-        score = figures.accept_length if figures else float(self.step)
-        if self.best is None or score > self.best[0]:
-            self.best = (score, folder)
-            link(self.config.output_dir / "best", folder)
-        self.record.checkpoint(folder, time.monotonic() - begun)
-        if figures:
-            self.validations.append({"step": self.step, "epoch": epoch + 1, **figures.to_dict()})
-            accuracy = "/".join(f"{a:.3f}" for a in figures.accuracy)
-            self.record.validation(
-                figures.to_dict(),
-                f"validation after epoch {epoch + 1}: loss {figures.loss:.4f} · accuracy {accuracy} · "
-                f"accept length {figures.accept_length:.3f} (greedy {figures.accept_length_greedy:.3f})",
+    def _go_on(self) -> None:
+        """With --resume, be where the newest whole state is."""
+        if not self.config.resume:
+            return
+        found = self.states.newest(self.say)
+        if found is None:
+            self.say("no state is saved yet: starts at the beginning")
+            return
+        folder, about = found
+        check_identity(self.config.output_dir, about["identity"], self.identity, about["ranks"] == self.ranks.world)
+        at = self.at = progress(about)
+        self.states.load(folder, self._tensors())
+        left = [
+            len(packs) - (at.position if e == at.epoch else 0) for e, packs in enumerate(self.epochs) if e >= at.epoch
+        ]
+        self.total = at.step + sum(math.ceil(packs / self.per_step) for packs in left)
+        self.say(f"goes on from {folder}: {at.step:,} steps are done")
+        before = about["ranks"] * about["grad_accumulation"]
+        if before != self.per_step:
+            self.say(
+                f"a step takes {self.per_step} packs now, before {before}: --grad-accumulation can make up for ranks"
             )
 
-    def validate(self) -> OfflineFigures | None:
-        """Figures on the validation split; None without one."""
-        packs = pack(self.val_samples, self.source.lengths, self.batch_tokens, self.config.max_seq_len)
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything that training changes, by name, as views that loading writes into."""
+        tensors = {f"weights/{name}": p.detach() for name, p in self.drafter.named_parameters()}
+        tensors.update(optimiser_tensors(self.optimisers, self.drafter))
+        if self.average:
+            tensors.update({f"average/{name}": t for name, t in self.average.weights.items()})
+        return tensors
+
+    def _save_state(self) -> None:
+        """Save where the run is, in the background; when that is there, older checkpoints go."""
+        c, at = self.config, self.at
+        at.seconds = self.seconds_before + time.monotonic() - self.began
+        best = at.best[1] if at.best else None
+        about = about_state(at, self.ranks, c.grad_accumulation, self.identity)
+        self.states.save(self._tensors(), about, lambda: prune(c.output_dir / "checkpoints", c.keep, best))
+
+    def _introduce(self) -> None:
         c = self.config
-        loader = Loader(self.reads, packs, c.ttt_steps, c.max_seq_len, c.num_workers, device=self.device)
-        self.drafter.eval()
-        batches = self.record.follow(loader, len(packs))
-        figures = evaluate(self.drafter, self.head, batches, self.config.ttt_steps, self.dtype)
-        self.drafter.train()
+        tokens = int(np.minimum(self.source.lengths[self.train_samples], c.max_seq_len).sum())
+        ranks = f" · {self.ranks.world} ranks ({c.parallel})" if self.ranks.world > 1 else ""
+        self.say(
+            f"{len(self.train_samples):,} samples train ({tokens:,} tokens), {len(self.val_samples):,} validate · "
+            f"{self.total:,} steps in {c.epochs} epochs · {self.parameters / 1e6:.1f} M parameters · "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device}{ranks}"
+        )
+
+    def _conclude(self) -> dict[str, Any]:
+        """Write summary.json and say how it ended."""
+        at, c = self.at, self.config
+        summary = {
+            "steps": at.step,
+            "epochs": at.epoch,
+            "stopped": self.ended,
+            "seconds": round(at.seconds, 2),
+            "tokens": at.tokens,
+            "tokens_per_s": round(at.tokens / max(at.seconds, 1e-9), 1),
+            "data_wait_share": round(at.waited / max(at.seconds, 1e-9), 4),
+            "final_loss": at.metrics.get("loss"),
+            "validations": at.validations,
+            "best": at.best[1] if at.best else None,
+            "skipped": [list(s) for s in self.source.skipped],
+        }
+        if self.ranks.first:
+            write_json(c.output_dir / "summary.json", summary)
+        if self.ended in ("signal", "time"):
+            self.record.stopped({"signal": "stopped by a signal, and saved", "time": "--max-minutes"}[self.ended])
+        if self.ended == "signal":
+            self.say(
+                f"stopped after step {at.step:,}/{self.total:,}, and saved · go on with: {resume_command(c.output_dir)}"
+            )
+        else:
+            why = {"time": " (--max-minutes)", "patience": " (--patience)"}.get(self.ended or "", "")
+            self.say(f"done{why}: {at.step:,} steps in {at.seconds:,.0f} s · best checkpoint {c.output_dir / 'best'}")
+            if self.ended == "time":
+                self.say(f"go on with: {resume_command(c.output_dir)}")
+        self.ranks.leave()
+        return summary
+
+    def _epoch(self, epoch: int) -> None:
+        """The steps of an epoch that are left; returns at its end, or where the run is told to stop."""
+        c, at, packs = self.config, self.at, self.epochs[epoch]
+        K = 1 if epoch < c.ttt_warmup_epochs else c.ttt_steps
+        steps = [
+            list(range(i, min(i + self.per_step, len(packs)))) for i in range(at.position, len(packs), self.per_step)
+        ]
+        mine = [packs[i] for step in steps for i in step[self.ranks.rank :: self.ranks.world]]
+        loader = Loader(self.reads, mine, K, c.max_seq_len, c.num_workers, device=self.device)
+        batches = iter(self.record.data(loader, self.source.ids.__getitem__, "copying"))
+        waited = at.waited
+        for step in steps:
+            metrics = self._step(epoch, step, K, batches)
+            if metrics is None:
+                break
+            at.step, at.position, at.packs = at.step + 1, at.position + len(step), at.packs + len(step)
+            tokens = sum(int(np.minimum(self.source.lengths[packs[i]], c.max_seq_len).sum()) for i in step)
+            at.tokens, at.metrics, at.waited = at.tokens + tokens, metrics, waited + loader.waited
+            where = f"{epoch + 1}/{c.epochs}"
+            self.record.step(step=at.step, tokens=tokens, samples=self._names(epoch, step), epoch=where, **metrics)
+            self.states.look()
+            if c.save_every and at.step % c.save_every == 0 and at.position < len(packs):
+                self._save_state()
+
+    def _step(self, epoch: int, indices: list[int], K: int, batches: Iterator[Batch]) -> dict[str, Any] | None:
+        """One optimiser step over the packs `indices` of the epoch, of which every rank takes each W-th.
+
+        Returns loss, accuracy per TTT step, gradient norm and learning rate, over all ranks; None where a rank was told
+        to stop, and nothing was done.
+        """
+        c, ranks, packs = self.config, self.ranks, self.epochs[epoch]
+        mine = indices[ranks.rank :: ranks.world]
+        told = [float(self.stop.asked is not None), float(self._time_over())]
+        samples = [i for index in mine for i in packs[index]]
+        *counts, signal, late = ranks.sum([*trained_positions(self.source, samples, K, c.max_seq_len), *told])
+        if signal or late:
+            self.ended = "signal" if signal else "time"
+            return None
+        rate = learning_rate(self.at.packs, self.packs, c, len(indices))
+        sums = torch.zeros(1 + K, dtype=torch.float64, device=self.device)
+        rounds = math.ceil(len(indices) / ranks.world)  # the same on every rank, whatever there is for it
+        for n in range(rounds):
+            batch = next(batches) if n < len(mine) else None
+            self.record.enter("forward")
+            seed = pack_seed(c.seed, epoch, mine[n]) if batch else None
+            with held_back(self.model, n < rounds - 1):
+                loss, correct = self.model(batch, counts, seed)
+                self.record.enter("backward")
+                (loss * ranks.world).backward()  # gradients are means over ranks
+            sums += torch.cat([loss.detach()[None].double(), correct.double()])
+        self.record.enter("optimiser")
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), c.max_grad_norm)))
+        loss_sum, *correct_sums = ranks.add(sums).tolist()
+        if math.isfinite(loss_sum) and math.isfinite(norm):
+            self._update(rate)
+        else:  # one such step would end up in every weight
+            self._without(loss_sum, norm, self._names(epoch, indices)())
+        self.record.enter("logging")
+        accuracy = [right / n if n else 0.0 for right, n in zip(correct_sums, counts, strict=True)]
+        return {"loss": loss_sum, "accuracy": accuracy, "lr": rate, "grad_norm": norm}
+
+    def _names(self, epoch: int, indices: list[int]) -> Callable[[], list[str]]:
+        """The ids of the samples in these packs, looked up when they are needed."""
+        return lambda: [self.source.ids[i] for index in indices for i in self.epochs[epoch][index]]
+
+    def _without(self, loss: float, norm: float, names: list[str]) -> None:
+        """A step whose loss or gradient is no number, the same on every rank: left out, or EyasError."""
+        skip = self.config.on_nan == "skip"
+        text = self.record.bad_loss(loss, norm, self.step + 1, names, skip) if self.ranks.first or not skip else ""
+        if not skip:
+            raise EyasError(f"{text}; lower --lr, check the data, or leave such steps out with --on-nan skip")
+        for optimiser in self.optimisers:
+            optimiser.zero_grad(set_to_none=True)
+
+    def _update(self, rate: float) -> None:
+        """Step with the gradients that are there."""
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        if self.average:
+            self.average.update()
+
+    def _time_over(self) -> bool:
+        limit = self.config.max_minutes
+        return limit is not None and time.monotonic() - self.began > limit * 60
+
+    # -- after an epoch ------------------------------------------------------------------------------------------------
+
+    def _after_epoch(self) -> None:
+        """Validate, keep the drafter, save the state. A signal leaves all but the state for later."""
+        at = self.at
+        if at.position and self.ended != "signal":
+            self.record.enter("validating")
+            drafter = self.shown()
+            figures = self.validate(drafter)
+            if self.ranks.any(self.stop.asked is not None):
+                self.ended = "signal"  # on resuming, the epoch has no step left and is validated again
+            else:
+                self._keep(drafter, figures)
+                if at.position == len(self.epochs[at.epoch]):
+                    at.epoch, at.position = at.epoch + 1, 0
+        self.record.enter("saving")
+        self._save_state()
+
+    def validate(self, drafter: Drafter) -> OfflineFigures | None:
+        """Figures on the validation split, of which every rank takes each W-th pack; None without one."""
+        c, ranks = self.config, self.ranks
+        packs = pack(self.val_samples, self.source.lengths, self.batch_tokens, c.max_seq_len)
+        mine = packs[ranks.rank :: ranks.world]
+        loader = Loader(self.reads, mine, c.ttt_steps, c.max_seq_len, c.num_workers, device=self.device)
+        drafter.eval()
+        batches = self.record.follow(self._until_told(loader), len(loader.packs))
+        figures = evaluate(drafter, self.head, batches, c.ttt_steps, self.dtype, ranks.add)
+        drafter.train()
         return figures
 
+    def _until_told(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in loader:
+            if self.stop.asked is not None:
+                return
+            yield batch
 
-def drafter_config(c: TrainConfig, v: VerifierConfig, draft_vocab: int) -> DrafterConfig:
-    """The drafter's sizes: the verifier's, but for what the settings name. Raises EyasError for impossible ones."""
-    heads, kv_heads, head_dim = c.num_heads or v.num_heads, c.num_kv_heads or v.num_kv_heads, c.head_dim or v.head_dim
-    if heads % kv_heads:
-        raise EyasError(f"{heads} heads cannot share {kv_heads} key/value heads: set --num-heads and --num-kv-heads")
-    if head_dim % 2:
-        raise EyasError(f"a head size of {head_dim} is odd, which rotary positions do not allow: set --head-dim")
-    return DrafterConfig(
-        hidden_size=v.hidden_size,
-        target_hidden_size=v.hidden_size,
-        intermediate_size=c.intermediate_size or v.intermediate_size,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=v.vocab_size,
-        draft_vocab_size=draft_vocab,
-        rms_norm_eps=v.rms_norm_eps,
-        rope_theta=v.rope_theta,
-        rope_scaling=v.rope_scaling,
-        max_position_embeddings=v.max_position_embeddings,
-    )
+    @torch.no_grad()
+    def shown(self) -> Drafter:
+        """The drafter that is validated and exported: whole, on this device, its weights averaged with --ema."""
+        if self.average is None and not (self.ranks.world > 1 and self.config.parallel == "fsdp"):
+            return self.drafter
+        if self._copy is None:
+            self._copy = Drafter(self.drafter.config, self.drafter.embedding).to(self.device).requires_grad_(False)
+        weights = self.average.weights if self.average else dict(self.drafter.named_parameters())
+        for name, p in self._copy.named_parameters():
+            p.copy_(whole(weights[name]))
+        return self._copy
 
+    def _keep(self, drafter: Drafter, figures: OfflineFigures | None) -> None:
+        """Write the drafter's checkpoint, move the links, and say what was found."""
+        at, run = self.at, self.config.output_dir
+        name = f"step-{at.step:06d}"
+        done = at.epoch + 1
+        if self.ranks.first:
+            self.record.enter("saving")
+            begun = time.monotonic()
+            about = {
+                "verifier": {"name": self.verifier.config.name, "fingerprint": self.verifier.fingerprint},
+                "step": at.step,
+                "epoch": done,
+                "validation": figures.to_dict() if figures else None,
+            }
+            folder = run / "checkpoints" / name
+            save_checkpoint(folder, drafter, self.vocab, self.verifier.config, self.layers, more={"eyas.json": about})
+            link(run / "last", folder)
+            self.record.checkpoint(folder, time.monotonic() - begun)
+        score = figures.accept_length if figures else float(at.step)
+        if at.best is None or score > at.best[0]:
+            at.best = (score, name)
+            if self.ranks.first:
+                link(run / "best", run / "checkpoints" / name)
+        if figures:
+            at.validations.append({"step": at.step, "epoch": done, **figures.to_dict()})
+            accuracy = "/".join(f"{a:.3f}" for a in figures.accuracy)
+            when = "after" if at.position == len(self.epochs[at.epoch]) else "in"
+            text = (
+                f"validation {when} epoch {done}: loss {figures.loss:.4f} · accuracy {accuracy} · "
+                f"accept length {figures.accept_length:.3f} (greedy {figures.accept_length_greedy:.3f})"
+            )
+            if self.ranks.first:
+                self.record.validation(figures.to_dict(), text)
 
-def aux_layers(source: Source, verifier: Verifier) -> tuple[int, ...]:
-    """HF indices of the three states that the drafter reads; files that do not say hold the usual ones."""
-    manifest = source.manifest
-    return tuple(manifest.layers[:3]) if manifest.layer_unit == "hf" else verifier.config.capture_layers()
-
-
-def verifier_head(
-    verifier: Verifier, source: Source, vocab: DraftVocab, device: torch.device, dtype: torch.dtype
-) -> VerifierHead:
-    """The verifier's norm and head as needed for the last states of `source`."""
-    norm = verifier.final_norm()
-    if source.manifest.norm_side not in ("before", "after"):
-        raise EyasError(
-            "the data does not show which side of the final norm its last states are on: no trained tokens?"
-        )
-    return VerifierHead(
-        norm=(lambda x: norm(x.float())) if source.manifest.norm_side == "before" else (lambda x: x),
-        head=verifier.lm_head(dtype=dtype).to(device),
-        draft_ids=torch.from_numpy(vocab.targets).to(device),
-    )
-
-
-def save_run(config: TrainConfig, source: Source, verifier: Verifier) -> None:
-    """Make the run directory and write run.yaml: the settings, and what they met."""
-    about = {
-        "config": config.resolved(),
-        "eyas": eyas.__version__,
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "host": platform.node(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "verifier": {"name": verifier.config.name, "fingerprint": verifier.fingerprint},
-        "data": {
-            "samples": len(source.ids),
-            "layers": list(source.manifest.layers),
-            "norm_side": source.manifest.norm_side,
-        },
-    }
-    try:
-        (config.output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        write_whole(config.output_dir / "run.yaml", yaml.safe_dump(about, sort_keys=False).encode())
-    except OSError as e:
-        raise EyasError(f"--output-dir {config.output_dir}: {e.strerror}") from None
-
-
-def link(name: Path, folder: Path) -> None:
-    """Point the symbolic link `name` at `folder`, atomically. Raises EyasError when the disk refuses."""
-    side = name.with_name(f".{name.name}")
-    try:
-        side.unlink(missing_ok=True)
-        side.symlink_to(os.path.relpath(folder, name.parent))
-        side.replace(name)
-    except OSError as e:
-        side.unlink(missing_ok=True)
-        raise EyasError(f"cannot write {name}: {e.strerror}") from None
+    def _patience_over(self) -> bool:
+        """Whether the last `patience` validations brought no longer accept length than one before them."""
+        lengths = [v["accept_length"] for v in self.at.validations]
+        n = self.config.patience
+        return n is not None and len(lengths) > n and max(lengths[-n:]) <= max(lengths[:-n])

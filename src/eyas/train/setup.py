@@ -1,0 +1,58 @@
+"""What training and evaluation both need of a verifier and its data: sizes, layers, norm and head."""
+
+from __future__ import annotations
+
+import torch
+
+from eyas.config import TrainConfig
+from eyas.drafter.model import DrafterConfig
+from eyas.errors import EyasError
+from eyas.evaluate.offline import VerifierHead
+from eyas.store.reader import Source
+from eyas.verifier import Verifier, VerifierConfig
+from eyas.vocab import DraftVocab
+
+
+def drafter_config(c: TrainConfig, v: VerifierConfig, draft_vocab: int) -> DrafterConfig:
+    """The drafter's sizes: the verifier's, but for what the settings name. Raises EyasError for impossible ones."""
+    heads, kv_heads, head_dim = c.num_heads or v.num_heads, c.num_kv_heads or v.num_kv_heads, c.head_dim or v.head_dim
+    if heads % kv_heads:
+        raise EyasError(f"{heads} heads cannot share {kv_heads} key/value heads: set --num-heads and --num-kv-heads")
+    if head_dim % 2:
+        raise EyasError(f"a head size of {head_dim} is odd, which rotary positions do not allow: set --head-dim")
+    return DrafterConfig(
+        hidden_size=v.hidden_size,
+        target_hidden_size=v.hidden_size,
+        intermediate_size=c.intermediate_size or v.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=v.vocab_size,
+        draft_vocab_size=draft_vocab,
+        rms_norm_eps=v.rms_norm_eps,
+        rope_theta=v.rope_theta,
+        rope_scaling=v.rope_scaling,
+        max_position_embeddings=v.max_position_embeddings,
+    )
+
+
+def aux_layers(source: Source, verifier: Verifier) -> tuple[int, ...]:
+    """HF indices of the three states that the drafter reads; files that do not say hold the usual ones."""
+    manifest = source.manifest
+    return tuple(manifest.layers[:3]) if manifest.layer_unit == "hf" else verifier.config.capture_layers()
+
+
+def verifier_head(
+    verifier: Verifier, source: Source, vocab: DraftVocab, device: torch.device, dtype: torch.dtype
+) -> VerifierHead:
+    """The verifier's norm and head as needed for the last states of `source`."""
+    norm = verifier.final_norm()
+    if source.manifest.norm_side not in ("before", "after"):
+        raise EyasError(
+            "the data does not show which side of the final norm its last states are on: no trained tokens?"
+        )
+    return VerifierHead(
+        norm=(lambda x: norm(x.float())) if source.manifest.norm_side == "before" else (lambda x: x),
+        head=verifier.lm_head(dtype=dtype).to(device),
+        draft_ids=torch.from_numpy(vocab.targets).to(device),
+    )

@@ -1,0 +1,80 @@
+"""The drafter that training starts with: random, near the verifier, or another checkpoint's.
+
+A warm start (`--init-from`) takes a checkpoint's drafter as it is: weights, sizes, and its own draft vocabulary, for a
+head whose rows mean other tokens has learnt nothing. What contradicts it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from eyas.config import TrainConfig
+from eyas.drafter.checkpoint import checkpoint_layers, load_checkpoint
+from eyas.drafter.model import Drafter
+from eyas.drafter.start import start_from_verifier, start_random
+from eyas.errors import EyasError
+from eyas.evaluate.run import check_verifier, find_checkpoint
+from eyas.store.reader import Source
+from eyas.train.setup import aux_layers, drafter_config
+from eyas.verifier import Verifier
+from eyas.vocab import DraftVocab
+from eyas.vocab import load as load_vocab
+
+Say = Callable[[str], None]
+SIZES = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")  # what a setting can say of the drafter
+
+
+def make_drafter(
+    config: TrainConfig, verifier: Verifier, source: Source, dtype: torch.dtype, say: Say
+) -> tuple[Drafter, DraftVocab]:
+    """The drafter as training starts with it, on the CPU, and its vocabulary."""
+    vocab = None
+    if config.vocab_mapping_dir is not None:
+        vocab = load_vocab(config.vocab_mapping_dir, verifier.config.vocab_size, verifier.fingerprint, say)
+    layers = aux_layers(source, verifier)
+    if config.init_from is not None:
+        drafter, vocab = _warm(config, verifier, layers, vocab, say)
+        drafter.embedding = verifier.embedding(dtype)
+    else:
+        if vocab is None:
+            V = verifier.config.vocab_size
+            vocab = DraftVocab(np.zeros(V, dtype=np.int64), np.ones(V, dtype=bool))
+        drafter = Drafter(drafter_config(config, verifier.config, vocab.size), verifier.embedding(dtype))
+        start_random(drafter, config.seed)
+        if config.init == "verifier":
+            taken = start_from_verifier(drafter, verifier, torch.from_numpy(vocab.targets), layers[2])
+            say(f"starts from the verifier's {', '.join(taken) or 'nothing: the sizes differ'}")
+    drafter.lm_head.weight.requires_grad_(not config.freeze_head)
+    drafter.midlayer.dropout = drafter.midlayer.mlp.dropout = config.dropout
+    return drafter, vocab
+
+
+def _warm(
+    config: TrainConfig, verifier: Verifier, layers: tuple[int, ...], vocab: DraftVocab | None, say: Say
+) -> tuple[Drafter, DraftVocab]:
+    assert config.init_from is not None
+    folder, _ = find_checkpoint(config.init_from)
+    check_verifier(folder, verifier)
+    drafter, own = load_checkpoint(folder, verifier.config)
+    H = verifier.config.hidden_size
+    if (drafter.config.hidden_size, drafter.config.target_hidden_size) != (H, H):
+        raise EyasError(f"{folder} is {drafter.config.hidden_size} wide, {verifier.config.name} {H}: not its drafter")
+    for name in SIZES:
+        asked, has = getattr(config, name), getattr(drafter.config, name)
+        if asked not in (None, has):
+            raise EyasError(
+                f"--{name.replace('_', '-')} {asked}: {folder} has {has}, and --init-from keeps the checkpoint's sizes:"
+                " leave the flag out"
+            )
+    if checkpoint_layers(folder, verifier.config) != layers:
+        raise EyasError(f"{folder} reads other layers than {list(layers)}, which {config.data_dir} holds")
+    if vocab is not None and not np.array_equal(vocab.t2d, own.t2d):
+        raise EyasError(
+            f"--vocab-mapping-dir {config.vocab_mapping_dir} is not the vocabulary of {folder}: --init-from keeps the"
+            " checkpoint's own, leave the flag out"
+        )
+    say(f"starts from {folder}, with its vocabulary of {own.size:,} tokens")
+    return drafter, own
