@@ -167,7 +167,7 @@ class Record:
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         """Say how it ended, and stop what watches. An exception goes on to the caller."""
         if kind is None and self._stopped:
-            self.end("stopped", layout.INTERRUPTED, self._end_line(self._stopped))
+            self.end("stopped", layout.INTERRUPTED, self._end_line(self._stopped), said=True)
         elif kind is None:
             self.enter("finishing")
             self.end("done", layout.ENDED)
@@ -398,7 +398,7 @@ class Record:
             self.event("resume", step=step)
 
     def stopped(self, why: str) -> None:
-        """The loop ends before its last step, in order: a signal, a time limit. The last line says so."""
+        """The loop ends before its last step, in order, and has said so: a signal, a time limit."""
         self._stopped = why
 
     def compiled(self, what: str, seconds: float) -> None:

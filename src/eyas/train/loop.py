@@ -221,6 +221,8 @@ class Run:
         }
         if self.ranks.first:
             write_json(c.output_dir / "summary.json", summary)
+        if self.ended in ("signal", "time"):
+            self.record.stopped({"signal": "stopped by a signal, and saved", "time": "--max-minutes"}[self.ended])
         if self.ended == "signal":
             self.say(
                 f"stopped after step {at.step:,}/{self.total:,}, and saved · go on with: {resume_command(c.output_dir)}"
