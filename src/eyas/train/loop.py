@@ -26,7 +26,6 @@ from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
 from eyas.evaluate.offline import OfflineFigures, evaluate
 from eyas.files import write_json
-from eyas.record.beat import INTERRUPTED
 from eyas.record.record import Record
 from eyas.store.reader import open_source
 from eyas.store.readpath import ReadPath
@@ -232,8 +231,6 @@ class Run:
             self.say(f"done{why}: {at.step:,} steps in {at.seconds:,.0f} s · best checkpoint {c.output_dir / 'best'}")
             if self.ended == "time":
                 self.say(f"go on with: {resume_command(c.output_dir)}")
-        if self.ended in ("signal", "time"):
-            self.record.end("stopped", INTERRUPTED)
         self.ranks.leave()
         return summary
 
