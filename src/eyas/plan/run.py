@@ -104,10 +104,11 @@ def make_plan(asked: Asked, say: Callable[[str], None] = print) -> dict[str, Any
         cpu_s = (
             batch_tokens * per_token / rates["memcpy"] + 0.1 * batch_tokens * per_token / GB
         )  # checksum, page rounding
+    threads = max(1, c.num_workers if gpu else min(c.num_workers, len(os.sched_getaffinity(0))))
     index = 5.0 * tokens
     ring = (c.num_workers + 2) * batch_tokens * per_token
     plan = Plan(
-        tokens, share, per_token, batch_tokens, asked.gpus, c.epochs, compute_s, cpu_s, max(1, c.num_workers),
+        tokens, share, per_token, batch_tokens, asked.gpus, c.epochs, compute_s, cpu_s, threads,
         rates["disk"], rates["copy"], max(0.0, rates["ram"] - asked.gpus * ring - index), H, codec, last_rows,
     )  # fmt: skip
     memory = gpu_memory(sizes, c.ttt_steps, batch_tokens, share)
