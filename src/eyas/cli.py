@@ -12,8 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from eyas.record.console import say
+
+
+class InOrder(TyperGroup):
+    """The commands in the order in which people use them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names."""
+        order = "prepare plan capture store vocab train eval export check import bench why ps demo".split()
+        return sorted(super().list_commands(ctx), key=order.index)
+
 
 app = typer.Typer(
     name="eyas",
@@ -614,7 +625,7 @@ def version(show: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(cls=InOrder)
 def root(
     _version: Annotated[
         bool, typer.Option("--version", callback=version, is_eager=True, help="Show the version and stop")
