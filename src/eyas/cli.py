@@ -17,13 +17,18 @@ from typer.core import TyperGroup
 from eyas.record.console import say
 
 
+ORDER = (
+    "prepare", "plan", "capture", "store", "vocab", "train", "eval", "export", "check", "import", "bench", "why", "ps",
+    "demo",
+)  # fmt: skip
+
+
 class InOrder(TyperGroup):
     """The commands in the order in which people use them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Their names."""
-        order = "prepare plan capture store vocab train eval export check import bench why ps demo".split()
-        return sorted(super().list_commands(ctx), key=order.index)
+        return sorted(super().list_commands(ctx), key=ORDER.index)
 
 
 app = typer.Typer(
