@@ -282,7 +282,7 @@ def train(
 ) -> None:
     """Train a drafter with training-time test, from the verifier's weights on (--init, --init-from say otherwise)."""
     flags = {name: value for name, value in locals().items() if name != "config"}
-    with interruptible(RESUME, output_dir, signals=[signal.SIGINT]):
+    with interruptible(RESUME, output_dir or "the run directory", signals=[signal.SIGINT]):
         from eyas.config import load_config
         from eyas.train.command import train as run
 

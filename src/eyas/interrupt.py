@@ -27,7 +27,7 @@ RESUME = "the same command with --resume goes on from the newest state in {}, or
 
 @contextmanager
 def interruptible(
-    kept: str = NOTHING, where: Path | None = None, signals: Sequence[signal.Signals] = SIGNALS
+    kept: str = NOTHING, where: Path | str | None = None, signals: Sequence[signal.Signals] = SIGNALS
 ) -> Iterator[None]:
     """A command's block. kept: what is left of it and how to go on, one line; its `{}` becomes `where`.
 

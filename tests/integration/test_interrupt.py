@@ -123,6 +123,8 @@ def test_sigterm_says_the_same_and_the_same_command_goes_on(
         assert sum(len(read_journal(j).records) for j in journals(out)) == 40
     if name == "capture":
         assert any(line == f"capture: {stored} samples are in {out} already" for line in result.out)
+        ready = f"capture: the store is {out} · next: eyas vocab --data {out}, then eyas train --data-dir {out}"
+        assert result.out[-1] == ready
     if name == "eval":
         assert json.loads((out / "eval.json").read_text())["decode"]["lossless"]
 
