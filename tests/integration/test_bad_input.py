@@ -556,14 +556,14 @@ def test_batches_of_one_sample_each_are_said(tiny: Tiny, tmp_path: Path, eyas: E
     assert result.code == 0 and any(line.startswith(words) for line in result.out), result.out
 
 
-def moved(run: Path, folder: Path, **changes: object) -> Path:
-    """A copy of the run whose run.yaml names other things."""
-    shutil.copytree(run, folder, symlinks=True)
-    about = yaml.safe_load((folder / "run.yaml").read_text())
-    about["config"].update({name: str(value) for name, value in changes.items() if name != "folder"})
-    about["folder"] = str(changes.get("folder", about["folder"]))
-    (folder / "run.yaml").write_text(yaml.safe_dump(about))
-    return folder
+def moved(run: Path, copy: Path, folder: Path, **changes: object) -> Path:
+    """A copy of the run, whose run.yaml says that it was started in `folder` with other settings."""
+    shutil.copytree(run, copy, symlinks=True)
+    about = yaml.safe_load((copy / "run.yaml").read_text())
+    about["config"].update(changes)
+    about["folder"] = str(folder)
+    (copy / "run.yaml").write_text(yaml.safe_dump(about))
+    return copy
 
 
 def test_a_run_is_evaluated_and_exported_from_any_folder(

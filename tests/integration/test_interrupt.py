@@ -56,12 +56,14 @@ GOES_ON = "what is recorded in {out} is kept, and the same command goes on there
 CASES = {  # the function that is interrupted, in which of its calls, and what the line says
     "prepare": ("eyas.prepare._write_parquet", 1, NOTHING),
     "regenerate": (
-        "eyas.regenerate._answer", 2, "the whole batches in {out}/conversations.jsonl are kept, and the same command goes on there",
+        "eyas.regenerate._answer", 2,
+        "the whole batches in {out}/conversations.jsonl are kept, and the same command goes on there",
     ),
     "capture": ("eyas.capture.local._Run.states", 3, GOES_ON),
     "vocab": ("eyas.vocab.write_whole", 1, NOTHING),
     "train": (
-        "eyas.train.loop.make_drafter", 1, "the same command with --resume goes on from the newest state in {out}, or starts where there is none",
+        "eyas.train.loop.make_drafter", 1,
+        "the same command with --resume goes on from the newest state in {out}, or starts where there is none",
     ),
     "eval": ("eyas.evaluate.run.decode", 1, NOTHING),
     "export": ("eyas.drafter.checkpoint.save_file", 1, NOTHING),
@@ -77,7 +79,8 @@ def arguments(name: str, tiny: Tiny, run: Path, out: Path) -> list[object]:
     return {
         "prepare": prepare,
         "regenerate": [*prepare, "--regenerate", "--batch-size", 4, "--max-new-tokens", 4, "--dtype", "fp32"],
-        "capture": ["capture", *v, "--prepared", tiny.prepared, "--output-dir", out, "--dtype", "fp32", "--batch-tokens", 200],
+        "capture": ["capture", *v, "--prepared", tiny.prepared, "--output-dir", out, "--dtype", "fp32",
+                    "--batch-tokens", 200],
         "vocab": ["vocab", *v, "--data", tiny.prepared, "--output-dir", out],
         "train": ["train", *v, "--data-dir", tiny.store, "--output-dir", out, "--epochs", 1, "--dtype", "fp32"],
         "eval": ["eval", run, "--output", out / "eval.json", "--dtype", "fp32", "--prompts", 2],
@@ -130,7 +133,7 @@ def test_sigterm_says_the_same_and_the_same_command_goes_on(
 
 
 def test_an_interrupted_export_leaves_the_one_before(
-    run: Path, tmp_path: Path, eyas: Eyas, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, eyas: Eyas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert eyas("export", run, "--output-dir", tmp_path / "out").code == 0
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
