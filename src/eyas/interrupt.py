@@ -56,7 +56,7 @@ def interruptible(
         for number, handler in before.items():
             signal.signal(number, handler)
     if interrupted:
-        number = asked[0][0] if asked else int(signal.SIGINT)
-        how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        last = asked[0][0] if asked else int(signal.SIGINT)
+        how = "interrupted" if last == signal.SIGINT else f"ended by {signal.Signals(last).name}"
         print(f"eyas: {how}: {kept.format(where)}", file=sys.stderr, flush=True)
-        sys.exit(128 + number)
+        sys.exit(128 + last)
