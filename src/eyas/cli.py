@@ -1,12 +1,13 @@
 """Every command's arguments and help, in the order in which people use them. No logic, and nothing heavy imported.
 
-Exit codes: 0 done; 2 something in the input or on the machine is wrong, said in one line; 130 interrupted. `why` and
-`ps` have their own (docs/why.md) and read their own words.
+Exit codes: 0 done; 2 something in the input or on the machine is wrong, said in one line; 130 and 143 interrupted, by
+Ctrl-C and by SIGTERM. `why` and `ps` have their own (docs/why.md) and read their own words.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -14,6 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from eyas.interrupt import ANSWERS, GOES_ON, RESUME, interruptible
 from eyas.record.console import say
 
 ORDER = (
@@ -94,16 +96,18 @@ def prepare(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Conversations -> token ids and loss mask, through the verifier's chat template."""
-    from eyas.device import pick_device
-    from eyas.prepare import prepare as run
-    from eyas.regenerate import Regenerate
-    from eyas.verifier import Verifier
+    kept = (ANSWERS, output_dir / "conversations.jsonl") if regenerate else ()
+    with interruptible(*kept):
+        from eyas.device import pick_device
+        from eyas.prepare import prepare as run
+        from eyas.regenerate import Regenerate
+        from eyas.verifier import Verifier
 
-    again = None
-    if regenerate:
-        again = Regenerate(max_new_tokens, temperature, top_p, batch_size, seed, dtype, str(pick_device(device)))
-    verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
-    run(verifier, data, output_dir, max_seq_len=max_seq_len, regenerate=again, show=show, say=say)
+        again = None
+        if regenerate:
+            again = Regenerate(max_new_tokens, temperature, top_p, batch_size, seed, dtype, str(pick_device(device)))
+        verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
+        run(verifier, data, output_dir, max_seq_len=max_seq_len, regenerate=again, show=show, say=say)
 
 
 @app.command()
@@ -137,10 +141,12 @@ def capture(
     from eyas.errors import EyasError
     from eyas.record.record import Record
 
-    with Record(output_dir / "record", "eyas capture", unit="sample") as record:
+    recorder = Record(output_dir / "record", "eyas capture", unit="sample")
+    with interruptible(GOES_ON, output_dir), recorder as record:
         from eyas.capture import local, vllm
         from eyas.verifier import Verifier
 
+        ready = "capture: the store is {0} · next: eyas vocab --data {0}, then eyas train --data-dir {0}"
         chosen = layer_list(layers)
         verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
         if engine == "vllm":
@@ -161,6 +167,7 @@ def capture(
                 engine_args=more,
                 say=record.line,
             )
+            record.line(ready.format(output_dir))
             return
         if engine != "local":
             raise EyasError(f"--engine {engine}: local or vllm")
@@ -181,6 +188,7 @@ def capture(
             say=record.line,
             record=record,
         )
+        record.line(ready.format(output_dir))
 
 
 @app.command()
@@ -188,14 +196,17 @@ def vocab(
     verifier_path: VerifierPath,
     data: Annotated[Path, typer.Option(help="Prepared samples, a store, or a folder of data_*.pt files")],
     output_dir: Annotated[Path, typer.Option(help="Where d2t.npy, t2d.npy and vocab.json go")],
-    size: Annotated[int, typer.Option(min=1, help="Tokens in the draft vocabulary")] = 32_000,
+    size: Annotated[
+        int, typer.Option(min=1, help="Tokens in the draft vocabulary; few data: 4096 (the coverage is told)")
+    ] = 32_000,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Choose the draft vocabulary: the tokens that are trained on most often."""
-    from eyas.verifier import Verifier
-    from eyas.vocab import build
+    with interruptible():
+        from eyas.verifier import Verifier
+        from eyas.vocab import build
 
-    build(data, Verifier(verifier_path, trust_remote_code=trust_remote_code), size, output_dir, say)
+        build(data, Verifier(verifier_path, trust_remote_code=trust_remote_code), size, output_dir, say)
 
 
 @app.command()
@@ -269,12 +280,13 @@ def train(
         bool | None, typer.Option("--trust-remote-code", help="Run the code that the verifier's folder brings")
     ] = None,
 ) -> None:
-    """Train a drafter from scratch with training-time test."""
+    """Train a drafter with training-time test, from the verifier's weights on (--init, --init-from say otherwise)."""
     flags = {name: value for name, value in locals().items() if name != "config"}
-    from eyas.config import load_config
-    from eyas.train.command import train as run
+    with interruptible(RESUME, output_dir or "the run directory", signals=[signal.SIGINT]):
+        from eyas.config import load_config
+        from eyas.train.command import train as run
 
-    run(load_config(flags, config))
+        run(load_config(flags, config))
 
 
 @app.command(name="eval")
@@ -293,10 +305,11 @@ def evaluate(
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Measure a drafter: accept length on held-out states, and by real, lossless decoding of held-out prompts."""
+    """Measure a drafter: accept length (tokens per verification) on held-out states and by lossless decoding."""
     from eyas.record.record import Record
 
-    with Record((output.parent if output else checkpoint) / "eval", "eyas eval", unit="prompt") as record:
+    recorder = Record((output.parent if output else checkpoint) / "eval", "eyas eval", unit="prompt")
+    with interruptible(), recorder as record:
         from eyas.evaluate.run import EvalOptions, evaluate_checkpoint
 
         options = EvalOptions(
@@ -341,27 +354,28 @@ def bench(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure a drafter in the engine that serves it: accept length, speed with and without, equal outputs."""
-    from eyas.evaluate.engines import BenchOptions, drafts_of
-    from eyas.evaluate.engines import bench as run
+    with interruptible():
+        from eyas.evaluate.engines import BenchOptions, drafts_of
+        from eyas.evaluate.engines import bench as run
 
-    options = BenchOptions(
-        verifier_path=verifier_path,
-        prompts=prompts or [],
-        count=count,
-        max_new_tokens=max_new_tokens,
-        draft_tokens=drafts_of(sweep) if sweep else (draft_tokens,),
-        streams=streams,
-        singles=singles,
-        temperature=temperature,
-        dtype=dtype,
-        url=url,
-        url_alone=url_alone,
-        engine_python=engine_python,
-        engine_args=json_object("--engine-args", engine_args),
-        explain=explain,
-        trust_remote_code=trust_remote_code,
-    )
-    run(checkpoint, options, output, say)
+        options = BenchOptions(
+            verifier_path=verifier_path,
+            prompts=prompts or [],
+            count=count,
+            max_new_tokens=max_new_tokens,
+            draft_tokens=drafts_of(sweep) if sweep else (draft_tokens,),
+            streams=streams,
+            singles=singles,
+            temperature=temperature,
+            dtype=dtype,
+            url=url,
+            url_alone=url_alone,
+            engine_python=engine_python,
+            engine_args=json_object("--engine-args", engine_args),
+            explain=explain,
+            trust_remote_code=trust_remote_code,
+        )
+        run(checkpoint, options, output, say)
 
 
 @app.command()
@@ -379,18 +393,19 @@ def export(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Write the checkpoint that SGLang and vLLM load, a model card, and the commands to serve it."""
-    from eyas.export import export as run
+    with interruptible():
+        from eyas.export import export as run
 
-    run(
-        checkpoint,
-        output_dir,
-        form=form,
-        verifier_path=verifier_path,
-        dtype=dtype,
-        with_embedding=with_embedding,
-        trust_remote_code=trust_remote_code,
-        say=say,
-    )
+        run(
+            checkpoint,
+            output_dir,
+            form=form,
+            verifier_path=verifier_path,
+            dtype=dtype,
+            with_embedding=with_embedding,
+            trust_remote_code=trust_remote_code,
+            say=say,
+        )
 
 
 store_app = typer.Typer(name="store", help="Look at stores of states, and put them together.", no_args_is_help=True)
@@ -421,9 +436,11 @@ def store_merge(
     import json
 
     from eyas.store.info import size
-    from eyas.store.merge import merge
 
-    done = merge(folders, output_dir, (lambda _: None) if as_json else say)
+    with interruptible(GOES_ON, output_dir):
+        from eyas.store.merge import merge
+
+        done = merge(folders, output_dir, (lambda _: None) if as_json else say)
     if as_json:
         say(json.dumps(done.to_dict(), indent=1, ensure_ascii=False))
         return
@@ -450,12 +467,13 @@ def store_check(
     """Look at every sample: checksums, NaN, zeros, copies, shifted rows. Exit code 1: faults were found."""
     import json
 
-    from eyas.store.check import check
-    from eyas.verifier import Verifier
+    with interruptible():
+        from eyas.store.check import check
+        from eyas.verifier import Verifier
 
-    verifier = None if verifier_path is None else Verifier(verifier_path, trust_remote_code=trust_remote_code)
-    quiet = (lambda _line: None) if as_json else say
-    report = check(data, verifier, quarantine=quarantine, against=against, threads=num_workers, say=quiet)
+        verifier = None if verifier_path is None else Verifier(verifier_path, trust_remote_code=trust_remote_code)
+        quiet = (lambda _line: None) if as_json else say
+        report = check(data, verifier, quarantine=quarantine, against=against, threads=num_workers, say=quiet)
     if as_json:
         say(json.dumps(report, indent=1, ensure_ascii=False))
     raise typer.Exit(0 if report["ok"] else 1)
@@ -475,12 +493,13 @@ def store_convert(
     """Make a store of any source, or a store in another codec. Started again, it goes on. Exit code 1: some lost."""
     import json
 
-    from eyas.store.convert import convert
-    from eyas.verifier import Verifier
+    with interruptible(GOES_ON, output_dir):
+        from eyas.store.convert import convert
+        from eyas.verifier import Verifier
 
-    verifier = None if verifier_path is None else Verifier(verifier_path, trust_remote_code=trust_remote_code)
-    quiet = (lambda _line: None) if as_json else say
-    report = convert(data, output_dir, verifier, codec=codec, last=last, threads=num_workers, say=quiet)
+        verifier = None if verifier_path is None else Verifier(verifier_path, trust_remote_code=trust_remote_code)
+        quiet = (lambda _line: None) if as_json else say
+        report = convert(data, output_dir, verifier, codec=codec, last=last, threads=num_workers, say=quiet)
     if as_json:
         say(json.dumps(report, indent=1, ensure_ascii=False))
     raise typer.Exit(1 if report["skipped"] else 0)
@@ -538,7 +557,8 @@ def plan(
     asked = Asked(
         config, tokens, trained_share, gpu, gpus, utilisation, disk_gb_s, ram_gb, codec, last, draft_vocab, output_dir
     )
-    report = make_plan(asked, (lambda _line: None) if as_json else say)
+    with interruptible():
+        report = make_plan(asked, (lambda _line: None) if as_json else say)
     for line in [json.dumps(report, indent=1, ensure_ascii=False)] if as_json else lines(report):
         say(line)
 
@@ -554,10 +574,11 @@ def import_(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Somebody's drafter -> a checkpoint folder of ours, its vocabulary kept: to evaluate it or to train it further."""
-    from eyas.importing import import_drafter as run
+    with interruptible():
+        from eyas.importing import import_drafter as run
 
-    chosen = layer_list(layers)
-    run(folder, verifier_path, output_dir, layers=chosen, trust_remote_code=trust_remote_code, say=say)
+        chosen = layer_list(layers)
+        run(folder, verifier_path, output_dir, layers=chosen, trust_remote_code=trust_remote_code, say=say)
 
 
 @app.command()
@@ -573,19 +594,20 @@ def check(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """What engines will do with a drafter. Exit code 0: fine, 1: works with remarks, 2: broken."""
-    from eyas.check.run import check as run
+    with interruptible():
+        from eyas.check.run import check as run
 
-    chosen = layer_list(layers)
-    code = run(
-        folder,
-        verifier_path=verifier_path,
-        engine=engine,
-        layers=chosen,
-        fix=fix,
-        as_json=as_json,
-        trust_remote_code=trust_remote_code,
-        say=say,
-    )
+        chosen = layer_list(layers)
+        code = run(
+            folder,
+            verifier_path=verifier_path,
+            engine=engine,
+            layers=chosen,
+            fix=fix,
+            as_json=as_json,
+            trust_remote_code=trust_remote_code,
+            say=say,
+        )
     sys.exit(code)
 
 
@@ -615,9 +637,10 @@ def demo(
     conversations: Annotated[Path, typer.Option(help="JSONL of conversations")] = Path("demo/conversations.jsonl"),
 ) -> None:
     """The whole path on a small real model: prepare, capture, vocab, train, eval, export; then one table."""
-    from eyas.demo import demo as run
+    with interruptible("the captured states in {} are kept: run the same command again", run_dir / "store"):
+        from eyas.demo import demo as run
 
-    run(run_dir, cache_dir, conversations, say)
+        run(run_dir, cache_dir, conversations, say)
 
 
 def version(show: bool) -> None:

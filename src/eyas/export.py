@@ -15,8 +15,8 @@ from typing import Any
 from eyas.device import parse_dtype
 from eyas.drafter.checkpoint import checkpoint_layers, load_checkpoint, save_checkpoint, save_speculators
 from eyas.errors import EyasError
-from eyas.evaluate.run import check_verifier, find_checkpoint, slashed
-from eyas.files import write_whole
+from eyas.evaluate.run import check_verifier, find_checkpoint, slashed, verifier_of
+from eyas.files import check_writable, write_whole
 from eyas.verifier import Verifier
 
 FORMS = ("eagle3", "speculators")
@@ -42,12 +42,15 @@ def export(
     if form not in FORMS:
         raise EyasError(f"--format {form}: {' or '.join(FORMS)}")
     folder, run = find_checkpoint(path)
-    verifier_path = verifier_path or run.get("verifier_path")
+    given, verifier_path = verifier_path, verifier_path or run.get("verifier_path")
     if not verifier_path:
         raise EyasError(f"{folder} lies in no run directory: name --verifier-path")
+    if output_dir.exists() and not output_dir.is_dir():
+        raise EyasError(f"{output_dir} is a file: name a folder")
     if not _may_replace(output_dir):
         raise EyasError(f"{output_dir} holds other files: name a new folder, or one that an export made")
-    verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
+    check_writable(output_dir.absolute().parent, f"the checkpoint {output_dir}")
+    verifier = verifier_of(run, given, trust_remote_code)
     check_verifier(folder, verifier)
     embed = with_embedding or form == "speculators"
     drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding() if embed else None)
@@ -76,7 +79,7 @@ def _may_replace(folder: Path) -> bool:
     """Whether an export may take the place of `folder`: nothing is there, or what an export wrote and no more."""
     if not folder.exists():
         return True
-    names = {p.name for p in folder.iterdir()} if folder.is_dir() else {str(folder)}
+    names = {p.name for p in folder.iterdir()}
     if not names:
         return True
     ours = names <= {"config.json", "model.safetensors", "README.md"} and "config.json" in names

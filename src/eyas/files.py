@@ -1,9 +1,12 @@
-"""Small files that are there as a whole or not at all."""
+"""Small files that are there as a whole or not at all, and whether a folder will take them."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +32,31 @@ def write_json(path: Path, value: Any) -> None:
         write_whole(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
     except OSError as e:
         raise EyasError(f"cannot write {path}: {e.strerror or e}") from None
+
+
+def refusal(e: BaseException) -> str:
+    """Why a disk refuses, and what to do. The libraries below tell some errors in words alone."""
+    text = " ".join(str(e).split()) or type(e).__name__
+    number = getattr(e, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "quota" in text:
+        return "No space left: free some, or name another folder"
+    return f"{getattr(e, 'strerror', None) or text}: name another folder, or change this one's permissions"
+
+
+def check_writable(folder: Path, what: str) -> None:
+    """EyasError in the name of `what` where `folder`, there or to be made, takes no file. Leaves nothing behind."""
+    made: list[Path] = []
+    try:
+        for path in reversed([folder, *folder.parents]):
+            if not path.exists():
+                path.mkdir()
+                made.append(path)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as e:
+        raise EyasError(f"{what} cannot be written: {e.strerror or e}") from None
+    finally:
+        for path in reversed(made):
+            with contextlib.suppress(OSError):
+                path.rmdir()

@@ -28,15 +28,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = ("--max-seq-len", 64, "--batch-tokens", 128, "--dtype", "fp32", "--epochs", 1)
 
 
+def run_settings(tiny: Tiny, folder: Path) -> dict[str, Any]:
+    """Of a run of one epoch into `folder`."""
+    return {
+        "verifier_path": str(tiny.verifier), "data_dir": tiny.store, "vocab_mapping_dir": tiny.vocab,
+        "output_dir": folder, "max_seq_len": 64, "epochs": 1, "dtype": "fp32",
+    }  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def run(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory of one epoch. Read it, never write to it."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    settings = {
-        "verifier_path": str(tiny.verifier), "data_dir": tiny.store, "vocab_mapping_dir": tiny.vocab,
-        "output_dir": folder, "max_seq_len": 64, "epochs": 1, "dtype": "fp32",
-    }  # fmt: skip
-    Run(load_config(settings), lambda _text: None).train()
+    Run(load_config(run_settings(tiny, folder)), lambda _text: None).train()
     return folder
 
 
@@ -510,3 +514,100 @@ def test_more_conversations_under_the_same_name_are_prepared_whole(tiny: Tiny, t
     (tmp_path / "c.jsonl").write_text("{}\n")
     assert_refused(eyas("prepare", *v, "--data", tmp_path / "c.jsonl", "--output-dir", tmp_path / "out"), "nothing to")
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["train", "eval", "export"])
+def test_an_output_is_tried_before_the_verifier_is_read(
+    tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def not_yet(*_args: object, **_named: object) -> None:
+        raise AssertionError("the verifier is read before the output is tried")
+
+    monkeypatch.setattr("eyas.evaluate.run.Verifier", not_yet)
+    monkeypatch.setattr("eyas.train.loop.Verifier", not_yet)
+    (tmp_path / "file").write_text("mine")
+    result = eyas(*commands(tiny, run, tmp_path / "file" / "out", tiny.verifier)[name])
+    assert_refused(result, str(tmp_path / "file"), "cannot be written: Not a directory")
+
+
+def test_outputs_of_the_wrong_kind_are_called_what_they_are(run: Path, tmp_path: Path, eyas: Eyas) -> None:
+    (tmp_path / "mine.jsonl").write_text("mine")
+    result = eyas("export", run, "--output-dir", tmp_path / "mine.jsonl")
+    assert_refused(result, f"{tmp_path / 'mine.jsonl'} is a file: name a folder")
+    assert_refused(eyas("eval", run, "--output", tmp_path), f"--output {tmp_path} is a folder: name a file")
+    assert (tmp_path / "mine.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+# -- settings that leave nothing, and runs that were moved -------------------------------------------------------------
+
+
+def test_a_max_seq_len_that_leaves_nothing_is_named(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    least = int(open_source(tiny.store).needs.min())
+    arguments = [*train_arguments(tiny, tmp_path / "out"), "--max-seq-len", 5]
+    words = f"no sample of {tiny.store} has a trained position within --max-seq-len 5"
+    assert_refused(eyas(*arguments), words, f"the least that one needs is {least} tokens")
+    assert least > 5 and not (tmp_path / "out").exists()
+
+
+def test_batches_of_one_sample_each_are_said(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    result = eyas(*train_arguments(tiny, tmp_path / "out"), "--batch-tokens", 10)
+    trained = len(Run(load_config(run_settings(tiny, tmp_path / "other")), lambda _text: None).train_samples)
+    words = f"warning: {trained} of {trained} samples are longer than --batch-tokens 10: each is a batch of its own"
+    assert result.code == 0 and any(line.startswith(words) for line in result.out), result.out
+
+
+def moved(run: Path, copy: Path, folder: Path, **changes: object) -> Path:
+    """A copy of the run, whose run.yaml says that it was started in `folder` with other settings."""
+    shutil.copytree(run, copy, symlinks=True)
+    about = yaml.safe_load((copy / "run.yaml").read_text())
+    about["config"].update(changes)
+    about["folder"] = str(folder)
+    (copy / "run.yaml").write_text(yaml.safe_dump(about))
+    return copy
+
+
+def test_a_run_is_evaluated_and_exported_from_any_folder(
+    tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relative = {"data_dir": tiny.store.name, "verifier_path": os.path.relpath(tiny.verifier, tiny.store.parent)}
+    copy = moved(run, tmp_path / "run", folder=tiny.store.parent, **relative)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    result = eyas("eval", copy, "--dtype", "fp32", "--prompts", 2, "--max-new-tokens", 6)
+    assert (result.code, result.err) == (0, [])
+    result = eyas("export", copy, "--output-dir", "drafter")
+    assert result.code == 0 and f"--model-path {tiny.store.parent / relative['verifier_path']}" in "\n".join(result.out)
+
+
+def test_paths_of_a_run_that_lead_nowhere_are_said_to_be_the_run_s(
+    run: Path, tmp_path: Path, eyas: Eyas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = moved(run, tmp_path / "run", folder=tmp_path, data_dir="work/store")
+    words = ("the run's data are not at work/store", f"{copy / 'run.yaml'} names: name --data-dir", "started in")
+    assert_refused(eyas("eval", copy), *words)
+    copy = moved(run, tmp_path / "other", folder=tmp_path, verifier_path="./work/v")
+    for command in (["eval", copy], ["export", copy, "--output-dir", "drafter"]):
+        assert_refused(eyas(*command), "work/v", f"(named by {copy / 'run.yaml'}: --verifier-path names another)")
+
+
+def test_a_run_yaml_that_cannot_be_read_says_why(run: Path, tmp_path: Path, eyas: Eyas) -> None:
+    copy = shutil.copytree(run, tmp_path / "run", symlinks=True)
+    (copy / "run.yaml").unlink()
+    (copy / "run.yaml").mkdir()  # root reads whatever its permissions say
+    result = eyas("eval", copy)
+    assert_refused(result, f"{copy / 'run.yaml'} cannot be read: Is a directory")
+    assert "not what eyas train wrote" not in result.err[0]
+
+
+def test_eval_speaks_while_it_decodes_batches_and_one_stream(
+    run: Path, tmp_path: Path, eyas: Eyas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.evaluate.run.SAY_SECONDS", 0.0)
+    settings = ("--dtype", "fp32", "--prompts", 2, "--max-new-tokens", 6, "--output", tmp_path / "eval.json")
+    result = eyas("eval", run, *settings)
+    assert result.code == 0
+    for how in ("with the drafter", "the verifier alone"):
+        assert f"decoding prompts 1 to 2 of 2, {how} · 2 of at most 12 tokens" in result.out
+        for prompt in (1, 2):
+            assert f"decoding one stream, prompt {prompt} of 2, {how} · 1 of at most 6 tokens" in result.out

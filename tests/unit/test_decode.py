@@ -16,7 +16,8 @@ from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.plan import make_plan
 from eyas.errors import EyasError
 from eyas.evaluate.decode import Decoded, EagleDraft, check_full_attention, decode, near_tie
-from eyas.evaluate.run import spread
+from eyas.evaluate.run import Spoken, spread
+from eyas.record.record import Record
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -334,3 +335,28 @@ def test_a_near_tie_is_told_from_a_real_difference(tiny_verifier: Path) -> None:
 def test_decoded_prompts_are_spread_over_the_samples() -> None:
     assert spread(list(range(10)), 4) == [0, 2, 5, 7]
     assert spread(list("ab"), 5) == ["a", "b"]
+
+
+def test_a_long_decoding_is_spoken_of_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("eyas.evaluate.run.time", SimpleNamespace(monotonic=lambda: now[0]))
+    lines: list[str] = []
+    record = Record(None)
+    told = Spoken(lines.append, record).about("prompts 1 to 2 of 2, with the drafter", 128)
+    for second in range(0, 20, 2):  # a round every two seconds, two rows
+        now[0] = second
+        told(Decoded([[7] * second] * 2))
+    assert lines == [
+        f"decoding prompts 1 to 2 of 2, with the drafter · {n} of at most 128 tokens" for n in (12, 24, 36)
+    ]
+    beat = record.beat_values()
+    assert (beat["part"], beat["parts"]) == (36, 128)
+
+
+def test_every_round_is_told(model: Any) -> None:
+    seen: list[int] = []
+    result = decode(
+        model, (2, 4, 5), [[5, 6, 7]], draft=None, draft_tokens=3, max_new_tokens=6, end_tokens=set(),
+        told=lambda so_far: seen.append(so_far.new_tokens),
+    )  # fmt: skip
+    assert seen == [1, 2, 3, 4, 5] and result.new_tokens == 6

@@ -35,6 +35,7 @@ from eyas.drafter.folder import CONFIG, FLOATS, WEIGHTS, DrafterFolder
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.speculators import speculators_config, speculators_name
 from eyas.errors import EyasError
+from eyas.files import refusal
 from eyas.verifier import VerifierConfig
 from eyas.vocab import DraftVocab
 
@@ -175,12 +176,13 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], files: dict[str, Any]
         else:
             side.rename(folder)
         _sync(folder.parent)
-    except (OSError, SafetensorError) as e:
+    except BaseException as e:  # a Ctrl-C, too
         shutil.rmtree(side, ignore_errors=True)
         if old.exists() and not folder.exists():
             old.rename(folder)
-        why = " ".join(str(e).split())
-        raise EyasError(f"cannot write the checkpoint {folder}: {why}; free some space or name another") from None
+        if not isinstance(e, (OSError, SafetensorError)):
+            raise
+        raise EyasError(f"cannot write the checkpoint {folder}: {refusal(e)}") from None
 
 
 def _sync(path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -193,11 +194,13 @@ def decode(
     draft_tokens: int,
     max_new_tokens: int,
     end_tokens: set[int],
+    told: Callable[[Decoded], None] | None = None,
 ) -> Decoded:
     """Greedy decoding of one batch of prompts (token ids), with a drafter or without.
 
     model: a transformers causal LM; layers: HF indices of the drafter's states; draft: fresh, or None for the verifier
-    alone. Raises EyasError for a verifier whose attention window is too small for the batch.
+    alone; told: called before every round with what there is so far. Raises EyasError for a verifier whose attention
+    window is too small for the batch.
     """
     started = time.perf_counter()
     device = next(model.parameters()).device
@@ -221,6 +224,8 @@ def decode(
     position = position[:, -1:] + 1  # [B, 1], where x[n] stands
     order = torch.arange(K + 1, device=device)
     while not all(done):
+        if told is not None:
+            told(result)
         drafts = draft.propose(K) if draft is not None else following.new_empty(B, 0)
         fed = torch.cat([following[:, None], drafts], 1)  # [B, K + 1]
         at = position + order

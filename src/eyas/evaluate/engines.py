@@ -32,7 +32,7 @@ from eyas.conversations import find_files, read_records
 from eyas.device import compute_dtype
 from eyas.errors import EyasError
 from eyas.evaluate.decode import near_tie
-from eyas.evaluate.run import check_verifier, find_checkpoint, prompt_of, slashed, spread
+from eyas.evaluate.run import check_verifier, find_checkpoint, prompt_of, slashed, spread, verifier_of
 from eyas.evaluate.served import Server
 from eyas.files import write_json
 from eyas.store.reader import open_source
@@ -82,7 +82,7 @@ def bench(path: Path, options: BenchOptions, output: Path | None = None, say: Sa
     verifier_path = options.verifier_path or run.get("verifier_path")
     if not verifier_path:
         raise EyasError(f"{folder} lies in no run directory: name --verifier-path")
-    verifier = Verifier(verifier_path, trust_remote_code=options.trust_remote_code)
+    verifier = verifier_of(run, options.verifier_path, options.trust_remote_code)
     check_verifier(folder, verifier)
     prompts = _prompts(options, run, verifier)
     dtype = str(compute_dtype(options.dtype, "cuda" if torch.cuda.is_available() else "cpu")).removeprefix("torch.")

@@ -11,6 +11,7 @@ enough to turn near-ties; every first difference must then be shown to be one.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
 from eyas.evaluate.decode import Decoded, EagleDraft, decode, near_tie
 from eyas.evaluate.offline import OfflineFigures, evaluate
-from eyas.files import write_json
+from eyas.files import check_writable, write_json
 from eyas.record.record import Record
 from eyas.regenerate import end_token_ids
 from eyas.store.reader import Source, open_source
@@ -38,6 +39,7 @@ from eyas.vocab import DraftVocab
 Say = Callable[[str], None]
 T = TypeVar("T")
 TIMED = 4  # prompts whose single-stream speed is measured with and without the drafter
+SAY_SECONDS = 5.0  # between two lines of a batch that is being decoded
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,33 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
         if (parent / "run.yaml").exists():
             try:
                 about = yaml.safe_load((parent / "run.yaml").read_text())
-                return folder, {**about["config"], "run_dir": str(parent)}
-            except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+                return folder, {**_found_again(about), "run_dir": str(parent)}
+            except OSError as e:
+                raise EyasError(f"{parent / 'run.yaml'} cannot be read: {e.strerror}") from None
+            except (ValueError, TypeError, KeyError, yaml.YAMLError):
                 raise EyasError(f"{parent / 'run.yaml'} cannot be read: it is not what eyas train wrote") from None
     return folder, {}
+
+
+def _found_again(about: dict[str, Any]) -> dict[str, Any]:
+    """The settings that run.yaml holds; relative folders as they are found from here: below the folder that the run was
+    started in, or else below this one."""
+    config = dict(about["config"])
+    for name in ("verifier_path", "data_dir"):
+        there = Path(about.get("folder", ""), str(config.get(name, "")))
+        if config.get(name) and there.is_dir():
+            config[name] = str(there)
+    return config
+
+
+def verifier_of(run: dict[str, Any], given: str | None, trust_remote_code: bool) -> Verifier:
+    """The verifier that was named, or else the run's; EyasError says which of the two is not there."""
+    try:
+        return Verifier(given or run["verifier_path"], trust_remote_code=trust_remote_code)
+    except EyasError as e:
+        if given:
+            raise
+        raise EyasError(f"{e} (named by {Path(run['run_dir']) / 'run.yaml'}: --verifier-path names another)") from None
 
 
 def check_verifier(folder: Path, verifier: Verifier) -> None:
@@ -102,13 +127,24 @@ def evaluate_checkpoint(
     data_dir = options.data_dir or run.get("data_dir")
     if not verifier_path or not data_dir:
         raise EyasError(f"{folder} lies in no run directory: name --verifier-path and --data-dir")
+    if options.data_dir is None and not Path(data_dir).exists():
+        raise EyasError(
+            f"the run's data are not at {data_dir}, which {Path(run['run_dir']) / 'run.yaml'} names: name --data-dir"
+            " (a relative path there is of the folder that the run was started in)"
+        )
+    if output is None and run:
+        output = Path(run["run_dir"]) / "eval.json"
+    if output is not None:  # before minutes of work
+        if output.is_dir():
+            raise EyasError(f"--output {output} is a folder: name a file")
+        check_writable(output.parent, str(output))
     max_seq_len = options.max_seq_len or run.get("max_seq_len", 2048)
     val_ratio = run.get("val_ratio", 0.1) if options.val_ratio is None else options.val_ratio
     device = pick_device(options.device)
     dtype = compute_dtype(options.dtype, device)
     if options.stream_dtype:
         compute_dtype(options.stream_dtype, device)  # refuses a name that is no dtype before any work
-    verifier = Verifier(verifier_path, trust_remote_code=options.trust_remote_code)
+    verifier = verifier_of(run, options.verifier_path, options.trust_remote_code)
     check_verifier(folder, verifier)
     record.enter("indexing")
     source = open_source(Path(data_dir), verifier.config, verifier.fingerprint, say)
@@ -122,10 +158,8 @@ def evaluate_checkpoint(
     if not val:
         raise EyasError(f"{data_dir} keeps no samples for validation: use --val-ratio, or a larger store")
 
-    if output is None and run:
-        output = Path(run["run_dir"]) / "eval.json"
     if output is not None:
-        try:  # before minutes of work
+        try:
             output.parent.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise EyasError(f"cannot write {output}: {e.strerror}") from None
@@ -192,12 +226,12 @@ def decoder(
     layers: tuple[int, ...],
     options: EvalOptions,
     dtype: torch.dtype,
-) -> Callable[[list[list[int]], bool], Decoded]:
-    """Decodes a batch of prompts (token ids), with the drafter where the second argument says so."""
+) -> Callable[..., Decoded]:
+    """Decodes a batch of prompts (token ids), with the drafter where the second argument says so; told: see decode."""
     targets = torch.from_numpy(vocab.targets).to(model.device)
     ends = set(end_token_ids(model, verifier.tokenizer))
 
-    def run(batch: list[list[int]], drafted: bool) -> Decoded:
+    def run(batch: list[list[int]], drafted: bool, told: Callable[[Decoded], None] | None = None) -> Decoded:
         return decode(
             model,
             layers,
@@ -206,6 +240,7 @@ def decoder(
             draft_tokens=options.draft_tokens,
             max_new_tokens=options.max_new_tokens,
             end_tokens=ends,
+            told=told,
         )
 
     return run
@@ -233,32 +268,38 @@ def by_decoding(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     outputs: list[tuple[list[int], list[int]]] = [([], [])] * len(prompts)
     counted = Decoded([], accepted=[0] * options.draft_tokens)
+    spoken = Spoken(say, record)
     record.enter("decoding")
     record.begin(len(prompts))
     for start in range(0, len(order), options.batch_size):
         rows = order[start : start + options.batch_size]
         batch = [prompts[i] for i in rows]
-        drafted, alone = run(batch, True), run(batch, False)
+        done = min(start + options.batch_size, len(order))
+        where, most = f"prompts {start + 1} to {done} of {len(order)}", len(batch) * options.max_new_tokens
+        drafted = run(batch, True, spoken.about(f"{where}, with the drafter", most))
+        alone = run(batch, False, spoken.about(f"{where}, the verifier alone", most))
         counted.rounds += drafted.rounds
         counted.accepted = [a + b for a, b in zip(counted.accepted, drafted.accepted, strict=True)]
         counted.tokens += drafted.tokens
         for i, a, b in zip(rows, drafted.tokens, alone.tokens, strict=True):
             outputs[i] = (a, b)
-        done = min(start + options.batch_size, len(order))
         record.count(done, counted.new_tokens)
-        say(f"decoded {done}/{len(order)} prompts · accept length {counted.accept_length:.3f} so far")
+        spoken.now(f"decoded {done}/{len(order)} prompts · accept length {counted.accept_length:.3f} so far")
 
     differences = []
     exact_model: Any = model if dtype == torch.float32 else None
+    record.enter("comparing")
     for i, (a, b) in enumerate(outputs):
         if a != b and dtype == torch.float32:
-            a, b = run([prompts[i]], True).tokens[0], run([prompts[i]], False).tokens[0]
+            again = spoken.about(f"prompt {i + 1} of {len(outputs)} differs, again alone", options.max_new_tokens)
+            a, b = (run([prompts[i]], drafted_too, again).tokens[0] for drafted_too in (True, False))
         if a == b:
             continue
         at = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         explained, gap, limit = False, None, None
         if dtype != torch.float32 and at < min(len(a), len(b)):
             exact_model = exact_model or verifier.load_model(torch.float32, device)
+            spoken.soon(f"prompt {i + 1} of {len(outputs)} differs: is it a near-tie?")
             explained, gap, limit = near_tie(model, exact_model, prompts[i] + a[:at], a[at], b[at])
         differences.append(
             {
@@ -275,11 +316,17 @@ def by_decoding(
     stream_dtype = compute_dtype(options.stream_dtype, device) if options.stream_dtype else dtype
     if stream_dtype != dtype:
         del model, exact_model
+        record.enter("reading verifier")
         model = verifier.load_model(stream_dtype, device)
         run = decoder(model, drafter.for_inference(stream_dtype), vocab, verifier, layers, options, stream_dtype)
     speed = {True: 0.0, False: 0.0}
+    record.enter("one stream")
     for drafted_too in speed:
-        each = [run([prompt], drafted_too) for prompt in spread(prompts, TIMED)]
+        each, timed = [], spread(prompts, TIMED)
+        how = "with the drafter" if drafted_too else "the verifier alone"
+        for n, prompt in enumerate(timed, start=1):
+            where = f"one stream, prompt {n} of {len(timed)}, {how}"
+            each.append(run([prompt], drafted_too, spoken.about(where, options.max_new_tokens)))
         speed[drafted_too] = sum(d.new_tokens for d in each) / max(sum(d.seconds for d in each), 1e-9)
     result = {
         "accept_length": counted.accept_length,
@@ -301,21 +348,50 @@ def by_decoding(
     return result
 
 
+class Spoken:
+    """Says where the decoding stands when nothing has been said for SAY_SECONDS, and keeps the record's beat going."""
+
+    def __init__(self, say: Say, record: Record) -> None:
+        self._say, self._record, self._at = say, record, time.monotonic()
+
+    def now(self, text: str) -> None:
+        """Say this."""
+        self._at = time.monotonic()
+        self._say(text)
+
+    def soon(self, text: str) -> None:
+        """Say this if it is time."""
+        if time.monotonic() - self._at >= SAY_SECONDS:
+            self.now(text)
+
+    def about(self, where: str, most: int) -> Callable[[Decoded], None]:
+        """For `decode`: what is decoded, and how many tokens may come out at most."""
+
+        def told(so_far: Decoded) -> None:
+            self._record.progress(so_far.new_tokens, most)
+            self.soon(f"decoding {where} · {so_far.new_tokens:,} of at most {most:,} tokens")
+
+        return told
+
+
 def offline_line(f: OfflineFigures) -> str:
     """The offline figures in one line."""
     return (
         f"validation ({f.samples} samples, {f.positions:,} positions): accuracy {slashed(f.accuracy)} conditional, "
         f"{slashed(f.accuracy_joint)} joint · acceptance {slashed(f.acceptance)} · "
-        f"accept length {f.accept_length:.3f} at temperature 1, {f.accept_length_greedy:.3f} greedy"
+        f"accept length {f.accept_length:.3f} at temperature 1, "
+        f"{f.accept_length_greedy:.3f} greedy (simulated)"
     )
 
 
 def decode_line(r: dict[str, Any]) -> str:
     """The decoding figures in one line."""
-    same = f"lossless ({r['identical']} of {r['prompts']} identical)" if r["lossless"] else "NOT lossless"
+    ties = r["prompts"] - r["identical"]
+    rest = f", {ties} with a near-tie that {r['dtype']} turned" if ties else ""
+    same = f"lossless ({r['identical']} of {r['prompts']} identical{rest})" if r["lossless"] else "NOT lossless"
     return (
         f"decoding ({r['prompts']} prompts, {r['tokens']:,} tokens, {r['draft_tokens']} drafts a round, {r['dtype']}): "
-        f"accept length {r['accept_length']:.3f} · kept {slashed(r['per_position'])} · {same} · "
+        f"accept length {r['accept_length']:.3f} counted · kept {slashed(r['per_position'])} · {same} · "
         f"one stream {r['tokens_per_s']:.1f} tokens/s, {r['tokens_per_s_alone']:.1f} alone ({r['speedup']:.2f} times)"
     )
 

@@ -25,7 +25,7 @@ from eyas.drafter.checkpoint import config_json, save_checkpoint
 from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
 from eyas.evaluate.offline import OfflineFigures, evaluate
-from eyas.files import write_json
+from eyas.files import check_writable, write_json
 from eyas.record.record import Record
 from eyas.store.reader import open_source
 from eyas.store.readpath import ReadPath
@@ -56,6 +56,8 @@ class Run:
         self.config, self.ranks = config, Ranks.join(config.device)
         self.say: Say = say if self.ranks.first else lambda _text: None
         refuse_another_run(config)
+        if self.ranks.first:  # before the verifier is read
+            check_writable(config.output_dir, f"--output-dir {config.output_dir}")
         check_optimiser(config, self.ranks.world)
         torch.manual_seed(config.seed)
         self.device = self.ranks.device
@@ -112,11 +114,24 @@ class Run:
         train, val, unusable = split_source(self.source, K, self.config.val_ratio)
         if unusable:
             self.say(f"left out {unusable:,} samples with no trained position in their first {K:,} tokens")
+        needs = self.source.needs[self.source.needs > K]
+        if not train and len(needs):
+            raise EyasError(
+                f"no sample of {self.config.data_dir} has a trained position within --max-seq-len {K}:"
+                f" the least that one needs is {needs.min():,} tokens"
+            )
         if not train:
             raise EyasError(f"{self.config.data_dir} holds no trainable tokens: check the loss masks (eyas prepare)")
         long = int((self.source.lengths[train + val] > K).sum())
         if long:
             self.say(f"{long:,} samples are longer than {K:,} tokens and are cut there (--max-seq-len)")
+        room = self.config.batch_tokens or K
+        alone = int((np.minimum(self.source.lengths[train], K) > room).sum())
+        if alone:
+            self.say(
+                f"warning: {alone:,} of {len(train):,} samples are longer than --batch-tokens {room:,}: each is a batch"
+                " of its own, and takes its own length in memory"
+            )
         return train, val
 
     def _packs(self, epoch: int) -> list[list[int]]:

@@ -63,6 +63,7 @@ def about_run(config: TrainConfig, source: Source, verifier: Verifier, before: d
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "host": platform.node(),
+        "folder": str(Path.cwd()),
         "started": before.get("started", now),
         "verifier": {"name": verifier.config.name, "fingerprint": verifier.fingerprint},
         "data": {

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from eyas.config import TrainConfig
 from eyas.errors import EyasError
-from eyas.files import write_whole
+from eyas.files import refusal, write_whole
 from eyas.store.reader import Source
 from eyas.train.parallel import Ranks
 from eyas.verifier import Verifier
@@ -204,9 +204,7 @@ class States:
         except (Exception, CheckpointException) as e:
             if self.ranks.first:
                 shutil.rmtree(side, ignore_errors=True)
-            raise EyasError(
-                f"cannot write the checkpoint {side}: {_reason(e)}; free some space or name another"
-            ) from None
+            raise EyasError(f"cannot write the checkpoint {side}: {refusal(_cause(e))}") from None
 
     def look(self) -> None:
         """Raises EyasError when the state that was being written could not be; waits for nothing."""
@@ -284,9 +282,13 @@ def _sync(folder: Path) -> None:
 
 
 def _reason(e: BaseException) -> str:
-    """The first cause of what torch's checkpoint raises, in one line."""
+    """What torch's checkpoint raises, in one line."""
+    cause = _cause(e)
+    text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+    return " ".join(text.split()) or type(cause).__name__
+
+
+def _cause(e: BaseException) -> BaseException:
+    """The first cause of what torch's checkpoint raises."""
     failures = getattr(e, "failures", None)  # CheckpointException: rank -> (exception, traceback)
-    if failures:
-        e = next(iter(failures.values()))[0]
-    text = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-    return " ".join(text.split()) or type(e).__name__
+    return next(iter(failures.values()))[0] if failures else e

@@ -1,0 +1,36 @@
+"""What is said of a disk that refuses, and whether a folder takes files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from eyas.errors import EyasError
+from eyas.files import check_writable, refusal
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "x"), "No space left: free some, or name another folder"),
+        (RuntimeError("write: No space left on device"), "No space left: free some, or name another folder"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "ro/.e.29956"),
+            "Permission denied: name another folder, or change this one's permissions",
+        ),
+    ],
+)
+def test_only_a_full_disk_is_told_to_be_made_room_on(error: Exception, words: str) -> None:
+    assert refusal(error) == words
+
+
+def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b", "--output-dir a/b")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(EyasError, match=r"^--output-dir x cannot be written: Not a directory$"):
+        check_writable(tmp_path / "file" / "b", "--output-dir x")
+    assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208
