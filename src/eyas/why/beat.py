@@ -105,7 +105,7 @@ def _runs(path: Path) -> bool:
         b = beat.read(path)
     except (OSError, ValueError):
         return False
-    return b["state"] == "running" and beat.starttime(b["pid"]) == b["starttime"]
+    return bool(b["state"] == "running" and beat.starttime(b["pid"]) == b["starttime"])
 
 
 def see(path: str) -> Seen | None:

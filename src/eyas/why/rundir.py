@@ -1,7 +1,7 @@
 """What is over, told by its own files: a run directory, a store, an eval or a demo folder in which no process works.
 
-events.jsonl is believed first: its last `end`, if no later `start` follows. Without it (an older eyas, a copy) summary.json
-counts, unless run.yaml is newer: then it is of an earlier stop. Where neither tells how it ended, `answer` gives None and
+events.jsonl is believed first: its last `end`, if no later `start` follows. Without it (an older eyas, a copy)
+summary.json counts, unless run.yaml is newer: then it is of an earlier stop. Where neither tells, `answer` is None and
 the log is judged. Costs the reading of those files.
 """
 
@@ -65,7 +65,7 @@ def answer(place: Path, target: Target, snapshot: Mapping[str, Any]) -> dict[str
         },
         "evidence": [item(source, sentence), item("/proc", gone)],
         "against": [],
-        "runner_up": {"verdict": None, "score": 0.0, "evidence": [], "against": [], "separate": f"see {place / source}"},
+        "runner_up": {"verdict": None, "score": 0.0, "evidence": [], "against": [], "separate": f"{place / source}"},
         "also": [],
         "chain": [],
         "ranks": None,

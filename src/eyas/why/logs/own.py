@@ -18,10 +18,12 @@ _N = r"([\d,]{1,15})"
 _STAGE = r"(?:\[(?P<stage>\d{1,2})/(?P<stages>\d{1,2}) (?P<name>[a-z]{1,20})\] )?(?:rank \d{1,5}: )?"
 _LINE = re.compile(
     rf"^{_STAGE}(?:(step|sample|prompt) {_N}/{_N}"
-    rf"|(?:capture|decoded|regenerate|index|convert|check) {_N}/{_N} (sample|prompt|conversation)s)(?: · (.{{0,400}}))?$"
+    rf"|(?:capture|decoded|regenerate|index|convert|check) {_N}/{_N} (sample|prompt|conversation)s)"
+    r"(?: · (.{0,400}))?$"
 )
 _DOING = re.compile(
-    rf"^{_STAGE}(?:\w{{1,32}} [\d,/]{{1,32}}|before the first \w{{1,32}}) · ([\w ]{{1,24}}?)(?: for)? \d{{1,6}} s(?: · |$)"
+    rf"^{_STAGE}(?:\w{{1,32}} [\d,/]{{1,32}}|before the first \w{{1,32}})"
+    rf" · ([\w ]{{1,24}}?)(?: for)? \d{{1,6}} s(?: · |$)"
 )
 _LEFT = re.compile(r"(?:^|· )((?:[\d,]{1,9} (?:h|min|s) ?){1,2})left$")
 _LOSS = re.compile(r"\bloss ([\d.]{1,14}|nan|inf)")
