@@ -128,16 +128,17 @@ def _progress(given: Answer) -> list[str]:
     lines = ["", "Progress"]
     if p["step"] is not None:
         total = f" of {p['total']:,}" if p["total"] else ""
-        pace = f", {p['seconds_per_step']:.3g} s a step" if p["seconds_per_step"] else ""
+        pace = f", {p['seconds_per_step']:.3g} s a {p['unit']}" if p["seconds_per_step"] else ""
         eta = f", about {span_words(p['eta_s'])} left" if p["eta_s"] is not None else ""
         lines.append(
-            f"  step {p['step']:,}{total}{pace}{eta}" + (" in this epoch" if p["scope"] == "epoch" and eta else "")
+            f"  {p['unit']} {p['step']:,}{total}{pace}{eta}"
+            + (" in this epoch" if p["scope"] == "epoch" and eta else "")
         )
     else:
         lines.append("  the log shows no step yet")
     if data is not None and data["files"]:
         names = ", ".join(path.rsplit("/", 1)[-1] for path in data["files"][:4])
-        rate = max(data["read_bytes_per_s"] or 0, data["offset_bytes_per_s"] or 0)
+        rate = max(data[key] or 0 for key in ("read_bytes_per_s", "offset_bytes_per_s", "rchar_per_s"))
         cached = f", {100 * data['cached']:.0f} % of it in the page cache" if data["cached"] is not None else ""
         lines.append(f"  reading {names} at {size(rate)}/s{cached}")
     if data is not None and data["dataset"] and data["dataset"].get("bytes"):
@@ -147,7 +148,7 @@ def _progress(given: Answer) -> list[str]:
             False: "it will not warm up: larger than the free memory",
             None: "unknown whether it warms up",
         }[data["will_warm_up"]]
-        whole = f"; one pass at this rate takes {span_words(data['full_pass_s'])}" if data["full_pass_s"] else ""
+        whole = f"; one pass at this rate takes {span_words(p['data_pass_s'])}" if p["data_pass_s"] else ""
         lines.append(
             f"  data set: {data['dataset'].get('files', '?')} files, {size(data['dataset']['bytes'])}{room}:"
             f" {warm}{whole}"

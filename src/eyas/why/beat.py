@@ -83,11 +83,29 @@ def find(target: Target) -> str | None:
                     return f"/proc/{target.value}/root{found.group(1)}"
     if target.kind in ("run_dir", "log") and target.value is not None:
         place = Path(str(target.value))
-        place = place if target.kind == "run_dir" else place.parent
-        if target.kind == "run_dir" or place.joinpath("events.jsonl").exists():
-            path = place / "beat"
-            return str(path) if path.exists() else None
+        if target.kind == "log":
+            place = place.parent
+            if not (place / "events.jsonl").exists():
+                return None
+            found_here = [place / "beat"]
+        else:  # a run, a store with its record, or the folder of several: the one that runs is meant
+            found_here = [
+                place / name / "beat" for name in ("", "record", "eval", "train", "train/eval", "store/record")
+            ]
+        running = next((p for p in found_here if _runs(p)), None)
+        ended = next((p for p in found_here[:2] if p.exists()), None)  # of a part that has ended, nothing follows
+        chosen = running or ended
+        return str(chosen) if chosen is not None else None
     return None
+
+
+def _runs(path: Path) -> bool:
+    """Whether the process that writes this beat lives and has not ended its run."""
+    try:
+        b = beat.read(path)
+    except (OSError, ValueError):
+        return False
+    return bool(b["state"] == "running" and beat.starttime(b["pid"]) == b["starttime"])
 
 
 def see(path: str) -> Seen | None:
@@ -149,14 +167,17 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
         verdict = "finished.lingering"
         sentence = f"{name} is over: {step_words(b)}, ended in order; its process is still there."
     elif b["state"] in ("failed", "interrupted") and not s.alive and (end := _end(b)) is not None:
-        verdict, sentence = _failed(end), str(end.get("text") or f"{name} has failed at {step_words(b)}")
+        verdict, sentence = ending(end), str(end.get("text") or f"{name} has failed at {step_words(b)}")
     elif b["state"] != "running" or s.differs or not s.alive:
         return None
     elif phase in QUIET and (s.moving or s.still < LONG) and (s.moving or s.cpu >= 0.05 or s.read > 0):
         verdict, does = QUIET[phase]
         sentence = f"{name} {does}: {s.words}."
     elif s.moving and b["step"]:
-        verdict, sentence = "healthy.training", f"{name} trains: {s.words}{_pace(b)}."
+        verdict, sentence = (
+            "healthy.training",
+            f"{name} {'trains' if b['unit'] == 'step' else 'is at work'}: {s.words}{_pace(b)}.",
+        )
     elif phase in WORK and s.cpu >= 0.05 and s.still < max(LONG, 5 * b["phases"][phase][2]):
         verdict, sentence = "quiet.long-step", f"{name} computes: {s.words}."
     else:
@@ -208,7 +229,7 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
         "chain": chain,
         "ranks": None,
         "progress": {
-            "step": b["step"] or None, "total": b["total"] or None, "epoch": None, "scope": "run",
+            "step": b["step"] or None, "total": b["total"] or None, "epoch": None, "scope": "run", "unit": b["unit"],
             "seconds_per_step": seconds, "line_interval_s": 10.0, "log_idle_s": round(max(0.0, s.now - b["spoke"]), 1),
             "eta_s": eta, "data_pass_s": None,
             "signals": [{"name": "beat", "moved": s.moving, "forward": True, "text": s.words, "source": "beat"}],
@@ -232,14 +253,17 @@ def _end(b: dict[str, Any]) -> dict[str, Any] | None:
     return last if last is not None and last["time"] >= b["started_wall"] else None
 
 
-def _failed(end: dict[str, Any]) -> str:
-    """The verdict for an end that was none in order."""
+def ending(end: dict[str, Any]) -> str:
+    """The verdict for the event with which a run ended."""
+    how, text = end.get("how"), str(end.get("text") or "")
+    if how == "done" or (how == "stopped" and "--max-minutes" in text) or (how == "exit" and not text):
+        return "finished.ok"
     number = int(end.get("status") or 0) & 0x7F
     if end.get("oom"):
         return "failed.oom-killed"
     if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
         return "failed.native-crash"
-    if number or end.get("how") in ("stopped", "interrupted"):
+    if number or how in ("stopped", "interrupted"):
         return "failed.signal"
     return "failed.exception"
 
@@ -272,7 +296,7 @@ def _pace(b: dict[str, Any]) -> str:
     if not seconds:
         return ""
     left = f", {clock(seconds * (b['total'] - b['step']))} left" if b["total"] else ""
-    return f", {seconds:.3g} s a step{left}"
+    return f", {seconds:.3g} s a {b['unit']}{left}"
 
 
 def _seconds_per_step(b: dict[str, Any]) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -56,11 +57,19 @@ def run_why(
                     return _print(quick, json_out, failing)
             snapshot = look(named, timeout, stacks=stacks, deep=deep, log=log)
             _check_wall(snapshot)
+            _check_there(snapshot)
         from eyas.why.answer import redact, to_json
         from eyas.why.judge import judge
 
         if save is not None:
             _save(redact(snapshot), save)
+        hangs = snapshot.get("probes_timed_out")  # then its files are not touched
+        if replay is None and not whole and not hangs and not snapshot["target"]["exists"]:
+            from eyas.why import rundir
+
+            place = rundir.place_of(named)
+            if place is not None and (told := rundir.answer(place, named, snapshot)) is not None:
+                return _print(told, json_out, failing)
         answer = judge(snapshot, _now(snapshot))
         found = to_json(answer)
         if seen is not None:
@@ -151,14 +160,21 @@ def _now(snapshot: dict[str, Any]) -> float:
 
 
 def _replay(path: str) -> dict[str, Any]:
-    """A saved snapshot."""
+    """A saved snapshot, as --save wrote it or as a case of the corpus that holds one."""
+    hint = "a snapshot is made with: eyas why PID --save NEW_FILE"
     try:
-        snapshot = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no saved snapshot ({error}); make one with: eyas why PID --save {path}") from error
-    if not isinstance(snapshot, dict) or not str(snapshot.get("schema", "")).startswith("eyas.snapshot/"):
-        raise UsageError(f"{path} is no saved snapshot; make one with: eyas why PID --save {path}")
-    return snapshot
+        found = json.loads(Path(path).read_text("utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"there is no {path}; {hint}") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path} is no saved snapshot (it is no JSON); {hint}") from None
+    if isinstance(found, dict) and isinstance(found.get("snapshot"), dict):
+        found = found["snapshot"]
+    if not isinstance(found, dict) or not str(found.get("schema", "")).startswith("eyas.snapshot/"):
+        raise UsageError(f"{path} is no saved snapshot; {hint}")
+    return found
 
 
 def _save(snapshot: dict[str, Any], path: str) -> None:
@@ -181,6 +197,36 @@ def _check_wall(snapshot: dict[str, Any]) -> None:
     if target["kind"] == "pid" and meta.get("hidepid") and not meta.get("root"):
         who = meta.get("user") or meta.get("uid")
         raise NoPermission(f"process {target['pid']} is hidden from {who} on this host (hidepid); ask with sudo")
+
+
+def _check_there(snapshot: dict[str, Any]) -> None:
+    """There is no such process, GPU user or job, and nothing of it was left behind: one line instead of a verdict."""
+    target, job = snapshot["target"], snapshot.get("slurm") or {}
+    kind, pid, host = target["kind"], target.get("pid"), target.get("host")
+    seen = target["exists"] or any(e.get("size") is not None for e in snapshot["logs"])
+    if seen or kind not in ("pid", "name", "gpu", "slurm", "search"):
+        return
+    if kind == "slurm" and job.get("state"):
+        return
+    if kind == "gpu" and (snapshot.get("gpu") or {}).get("status") not in ("ok", "absent"):
+        return  # a GPU tool that hangs or fails is a finding
+    killed = (snapshot.get("kernel_log") or {}).get("lines") or []
+    if pid is not None and any(re.search(rf"(?:Killed process |\bpid=){pid}\b", str(e.get("text"))) for e in killed):
+        return  # the kernel's log still knows it
+    where, asked = f"on {host}" if host else "here", str(target.get("asked") or "").rpartition(":")[2]
+    words = {
+        "pid": f"no process {pid} {where}",
+        "name": f"no process named {asked} {where}" + ("" if host else ", and no file or directory of that name"),
+        "gpu": str(target.get("note") or f"no process uses {asked} {where}"),
+        "slurm": f"no process of Slurm's job {asked} {where}, and Slurm says nothing of it",
+        "search": f"no training process {where}",
+    }
+    if kind == "gpu" and (snapshot.get("gpu") or {}).get("status") == "absent":
+        words["gpu"] = f"no GPU is to be seen {where}"
+    meta = snapshot["meta"]
+    hidden = " (other users' processes are hidden on this host: ask with sudo)"
+    unseen = hidden if meta.get("hidepid") and not meta.get("root") else ""
+    raise UsageError(f"{words[kind]}{unseen}; see eyas ps" + (f" {host}" if host else ""))
 
 
 def _color() -> bool:

@@ -48,7 +48,7 @@ def compose(j: Judgement, took_s: float | None = None) -> dict[str, Any]:
         "also": [{"verdict": c.verdict, "evidence": [e.derived for e in c.support[:2]]} for c in j.also],
         "chain": j.chain,
         "ranks": _ranks(j),
-        "progress": _progress(f, j.state),
+        "progress": _progress(f, j),
         "data": _data(f),
         "silence": silence.to_dict(),
         "next": [_fill(line, fields) for line in words.next],
@@ -130,6 +130,7 @@ def _fields(j: Judgement, silence: Silence) -> dict[str, str]:
         "idle": span_words(f.idle),
         "since": since,
         "at_step": _at_step(f),
+        "does": "at work" if log and log.format == "eyas" and log.unit != "step" else "training",
         "due": due,
         "moves": "; ".join(moves[:2])
         or (f"its last line is {f.idle:.0f} s old" if f.idle is not None else "something moves"),
@@ -206,7 +207,7 @@ def _at_step(f: Facts) -> str:
     if f.log is None or f.log.step is None:
         return ""
     total = f" of {f.log.total:,}" if f.log.total else ""
-    return f" at step {f.log.step:,}{total}"
+    return f" at {f.log.unit} {f.log.step:,}{total}"
 
 
 def _unknown_why(f: Facts) -> str:
@@ -355,10 +356,10 @@ def _ranks(j: Judgement) -> dict[str, Any] | None:
     }
 
 
-def _progress(f: Facts, state: str) -> dict[str, Any]:
+def _progress(f: Facts, j: Judgement) -> dict[str, Any]:
     log, data = f.log, f.data
     eta = None
-    if log is not None and log.eta_s is not None and state in ("healthy", "quiet", "slow"):
+    if log is not None and log.eta_s is not None and j.state in ("healthy", "quiet", "slow"):
         eta = max(0.0, log.eta_s - (f.idle or 0.0) if f.forward else log.eta_s)
     pace = log.pace if log else None
     return {
@@ -366,11 +367,14 @@ def _progress(f: Facts, state: str) -> dict[str, Any]:
         "total": log.total if log else None,
         "epoch": log.epoch if log else None,
         "scope": log.scope if log else None,
+        "unit": log.unit if log else None,
         "seconds_per_step": pace.seconds_per_step if pace else None,
         "line_interval_s": log.line_interval_s if log else None,
         "log_idle_s": f.idle,
         "eta_s": eta,
-        "data_pass_s": data.full_pass_s,
+        "data_pass_s": data.full_pass_s
+        if j.verdict.startswith("slow.data")
+        else None,  # else something else sets the pace
         "signals": [
             {"name": s.name, "moved": s.moved, "forward": s.forward, "text": s.text, "source": s.source}
             for s in f.signals

@@ -21,8 +21,8 @@ from eyas.why.storage import DataView, Mount, read_data, read_mounts
 Json = Mapping[str, Any]
 TRICKLE = 64 * 1024  # bytes a second below which reading is housekeeping (a tracker reading /proc), not data
 _RECORDER_SAYS = re.compile(  # eyas/record/words.py: `step 31/300 · forward 20 s · ...`, with the time in log.txt
-    r"(?:\d{4}-\d\d-\d\d [\d:]{8} )?(?:rank \d+: )?"
-    r"(?:(?:before the first \w+|\w+ [\d,]+(?:/[\d,]+)?) · [\w ]+ \d+ s(?: · |$)|stall: |eyas why: )"
+    r"(?:\d{4}-\d\d-\d\d [\d:]{8} )?(?:\[\d+/\d+ [a-z]+\] )?(?:rank \d+: )?"
+    r"(?:(?:before the first \w+|\w+ [\d,]+(?:/[\d,]+)?) · [\w ]+? (?:for )?\d+ s(?: · |$)|stall: |eyas why: )"
 )
 WAITING = ("futex", "poll", "epoll", "pipe-read", "socket", "sleep", "hidden", "event", "lock")
 
@@ -354,7 +354,7 @@ def _signals(f: Facts) -> Any:
         "data",
         reads if seen else None,
         True,
-        f"data is read at {max(data.rate, data.read_rate or 0) / 1e6:.1f} MB/s" if reads else "no data is read",
+        f"data is read at {data.speed / 1e6:.1f} MB/s" if reads else "no data is read",
         "/proc/PID/io, fdinfo",
     )
     writes = [p.io["wchar"] for p in readers if "wchar" in p.io]

@@ -83,6 +83,11 @@ class DataView:
         return max(self.disk_rate or 0.0, self.pos_rate)
 
     @property
+    def speed(self) -> float:
+        """Bytes a second that the readers got, from wherever: the one figure that answers give."""
+        return max(self.rate, self.read_rate or 0.0)
+
+    @property
     def total(self) -> int | None:
         return self.dataset.get("bytes")
 
@@ -103,7 +108,7 @@ class DataView:
 
     @property
     def full_pass_s(self) -> float | None:
-        return self.total / self.rate if self.total and self.rate > 1e4 else None
+        return self.total / self.speed if self.total and self.speed > 1e4 else None
 
 
 def read_mounts(snap: Json) -> dict[str, Mount]:

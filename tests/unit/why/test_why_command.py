@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,17 @@ def test_a_file_that_is_no_snapshot_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert command.run_why(replay=str(tmp_path / "x.json")) == 64
     assert command.run_why(replay=str(tmp_path / "y.json")) == 64
     assert command.run_why(replay=str(tmp_path / "none.json")) == 64
-    assert "--save" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.count("\n") == 3 and said.count("--save NEW_FILE") == 3
+    assert "--save /" not in said  # a hint that would overwrite the user's file
+
+
+def test_the_worked_example_is_replayed_from_its_case_of_the_corpus(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[3]
+    named = re.findall(r"eyas why --replay (tests/\S+\.json)", (root / "docs" / "why.md").read_text("utf-8"))
+    assert named == ["tests/faults/corpus/C00.json"]
+    assert command.run_why(replay=str(root / named[0])) == 1
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "slow.data.disk-cold"
 
 
 def snapshot(**target: object) -> dict[str, object]:
@@ -75,11 +86,55 @@ def test_a_process_hidden_from_this_user_is_a_permission_matter(
     assert "sudo" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("target", "more", "said"),
+    [
+        ({"kind": "pid", "asked": "5"}, {}, "no process 5 here; see eyas ps"),
+        ({"kind": "pid", "asked": "gpu7:5", "host": "gpu7"}, {}, "no process 5 on gpu7; see eyas ps gpu7"),
+        ({"kind": "name", "asked": "trainer", "pid": None}, {},
+         "no process named trainer here, and no file or directory of that name; see eyas ps"),
+        ({"kind": "gpu", "asked": "@gpu0", "pid": None}, {"gpu": {"status": "absent"}},
+         "no GPU is to be seen here; see eyas ps"),
+        ({"kind": "gpu", "asked": "@gpu0", "pid": None, "note": "no visible process uses GPU 0"},
+         {"gpu": {"status": "ok"}}, "no visible process uses GPU 0; see eyas ps"),
+        ({"kind": "slurm", "asked": "slurm:1", "pid": None}, {"slurm": None},
+         "no process of Slurm's job 1 here, and Slurm says nothing of it; see eyas ps"),
+        ({"kind": "search", "asked": None, "pid": None}, {}, "no training process here; see eyas ps"),
+    ],
+)  # fmt: skip
+def test_a_target_that_is_not_there_is_one_line(
+    target: dict[str, object], more: dict[str, object], said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    snap = {**snapshot(**target), **more}
+    snap["meta"]["hidepid"] = False  # type: ignore[index]
+    monkeypatch.setattr(command.remote, "ask", lambda *_, **__: snap)
+    assert command.run_why("5") == 64
+    assert capsys.readouterr() == ("", f"eyas: {said}\n")
+
+
+def test_what_a_vanished_process_left_behind_is_still_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = {"kind": "oom", "text": "Out of memory: Killed process 5 (python)", "age_s": 9.0}
+    for more, code in (
+        ({"kernel_log": {"readable": True, "lines": [killed]}}, 2),
+        ({"slurm": {"state": "COMPLETED"}, "target": {"exists": False, "kind": "slurm", "asked": "slurm:7"}}, 0),
+        ({"gpu": {"status": "timeout"}, "target": {"exists": False, "kind": "gpu", "asked": "@gpu0"}}, 3),
+    ):
+        snap = {**snapshot(), **more}
+        snap["meta"]["hidepid"] = False  # type: ignore[index]
+        monkeypatch.setattr(command.remote, "ask", lambda *_, snap=snap, **__: snap)
+        assert command.run_why("5", json_out=True) == code
+        assert capsys.readouterr().err == ""
+
+
 def test_fail_on_decides_which_states_count(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     snap = snapshot()
     snap["meta"]["hidepid"] = False  # type: ignore[index]
+    snap["logs"] = [{"path": "/x/log", "kind": "file", "how": "given", "size": 0, "mtime": 1.0}]
     monkeypatch.setattr(command.remote, "ask", lambda *_, **__: json.loads(json.dumps(snap)))
     plain = command.run_why("5", json_out=True)
     state = json.loads(capsys.readouterr().out)["state"]

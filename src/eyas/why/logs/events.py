@@ -12,7 +12,10 @@ from eyas.why.logs.normalise import Record
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]{0,120})(?:: ?(.{0,2000}))?$", re.S)
 _FRAME = re.compile(r'^\s{1,8}File "([^"]{1,300})", line (\d{1,7})(?:, in (\S{1,120}))?')
 _TRACEBACK = "Traceback (most recent call last)"
-_EXITCODE = re.compile(r"exit ?code:? {0,10}:? ?=? ?(-?\d{1,3})|exits with return code = (-?\d{1,3})", re.I)
+_EXITCODE = re.compile(
+    r"exit ?code:? {0,10}:? ?=? ?(-?\d{1,3})|exits with return code = (-?\d{1,3})|^g?make.{1,300}\] error (\d{1,3})$",
+    re.I,
+)
 _RANK = re.compile(r"\brank[ :\]#=]{0,10}:? ?(\d{1,5})\b|\btask (\d{1,5})\b", re.I)
 _PID = re.compile(r"\bpid(?:\(s\))?:? ?=?(\d{2,9})|\bprocess (\d{2,9})\b", re.I)
 _SIGNAL = re.compile(r"\b(SIG(?:HUP|INT|ILL|ABRT|BUS|KILL|USR[12]|SEGV|PIPE|TERM))\b|\bsignal:? (\d{1,2})\b", re.I)

@@ -168,7 +168,7 @@ class LogFacts:
     step: int | None = None
     total: int | None = None
     scope: Literal["run", "epoch"] | None = None  # what `step`/`total` count
-    unit: str = "step"  # "step", "epoch", "sample", "round"
+    unit: str = "step"  # "step", "epoch", "sample", "round", "prompt", "conversation"
     epoch: float | None = None
     epochs: float | None = None
     pace: Pace | None = None

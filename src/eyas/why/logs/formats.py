@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from eyas.why.logs import tables
+from eyas.why.logs import own, tables
 from eyas.why.logs.bars import rich_bar, tqdm, tqdm_open
 from eyas.why.logs.sighting import Sighting, clock, first, metrics, num, pairs, whole
 
@@ -45,9 +45,6 @@ _ESPNET = re.compile(r"\b(\d{1,6})epoch:train:(\d{1,9})-(\d{1,9})batch: ")
 _NEMO = re.compile(r"\bTraining epoch (\d{1,6}), iteration (\d{1,12})/(\d{1,12}) \|")
 _MAXTEXT = re.compile(r"\bcompleted step: (\d{1,12}), seconds: ([\d.]{1,14})")
 _VERL = re.compile(r"\bstep:(\d{1,12}) - \S{1,80}:")
-_EYAS = re.compile(r"^step ([\d,]{1,15})/([\d,]{1,15})(?: · (.{0,400}))?$")
-_EYAS_LOSS = re.compile(r"\bloss ([\d.]{1,14}|nan|inf)")
-_EYAS_PACE = re.compile(r"\b([\d.]{1,14}) ?(ms|s)(?:/step| a step| per step)")
 
 
 def hf(text: str) -> Sighting | None:
@@ -186,14 +183,6 @@ def _keras(m: re.Match[str], _values: dict[str, float]) -> Sighting:
     return s
 
 
-def _eyas(m: re.Match[str], _values: dict[str, float]) -> Sighting:
-    s, rest = Sighting("", whole(m.group(1)), whole(m.group(2)), desc=m.group(3) or ""), m.group(3) or ""
-    loss, pace = _EYAS_LOSS.search(rest), _EYAS_PACE.search(rest)
-    s.loss = num(loss.group(1)) if loss else None
-    s.step_s = _unit_seconds(pace.group(1), pace.group(2)) if pace else None
-    return s
-
-
 def _speculators(text: str) -> Sighting | None:
     values = pairs(text)
     if not any(k.startswith(("train/loss", "profile/", "fetch_frac")) for k in values):
@@ -254,7 +243,7 @@ def _deepspeed_rate(m: re.Match[str], _values: dict[str, float]) -> Sighting:
 
 # Order is rank: where two formats report steps, the earlier one is believed.
 FORMATS: tuple[tuple[str, tuple[str, ...], Parser], ...] = (
-    ("eyas", ("step ",), _rule("eyas", _EYAS, _eyas)),
+    ("eyas", own.HINTS, own.progress),
     ("nemo", ("Training epoch ",), _rule("nemo", _NEMO, _nemo)),
     ("megatron", ("iteration ",), _rule("megatron", _MEGATRON, _megatron, keys=False)),
     ("torchtitan", ("step:",), _rule("torchtitan", _TITAN, _loss)),

@@ -128,13 +128,15 @@ def _pace(segments: list[list[_Point]], source: Source, whole: bool) -> Pace | N
 
 
 def _single(series: Sequence[Sighting]) -> Pace | None:
-    """One usable line only: its average since the start, or the rate it prints."""
+    """One usable line only: its average since the start, the rate it prints, or what it says is left."""
     last = series[-1]
     if last.elapsed and last.step and last.bar:
         return Pace(last.elapsed / last.step, "rate", 1)
     if last.step_s:
         return Pace(last.step_s, "rate", 1)
-    return None
+    told = [(s.left, s.total - s.step) for s in series if s.left and s.total and s.step is not None and not s.per_epoch]
+    told = [t for t in told if t[0] >= 10] or told  # near the end it is rounded to nothing
+    return Pace(told[-1][0] / told[-1][1], "printed", 1) if told and told[-1][1] > 0 else None
 
 
 def _interval(segments: list[list[_Point]], out: Tempo, bar: bool) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from eyas.why.logs import tables
+from eyas.why.logs import own, tables
 from eyas.why.logs.facts import PhaseId
 from eyas.why.logs.formats import RANK
 from eyas.why.logs.sighting import Sighting, num
@@ -24,6 +24,7 @@ _EPOCHS = re.compile(
     r"|total[_ ]epochs)[\"']?[ :=]{1,4}([\d.]{1,9})",
     re.I,
 )
+_UNITS = ("sample", "prompt", "conversation")
 _EPOCHISH = re.compile(r"\bepochs?\b", re.I)
 _INNERISH = re.compile(r"\b(?:train\w{0,3}|iter\w{0,6}|steps?|batch\w{0,2}|epochs?)\b", re.I)
 
@@ -71,6 +72,7 @@ def choose(sightings: list[Sighting], texts: Iterable[str]) -> Progress:
     records = [s for s in training if not s.bar and s.step is not None and s.unit != "epoch"]
     main = _main_records(records)
     if main and not _only_counts(main, bars):
+        main = own.last_stage(main) if main[-1].format == "eyas" else main
         out.series, out.per_epoch = main, main[-1].per_epoch
     elif bars:
         _main_bar(bars, banner_total, out)
@@ -82,7 +84,7 @@ def choose(sightings: list[Sighting], texts: Iterable[str]) -> Progress:
     if out.series:
         last = out.series[-1]
         out.step, out.total = last.step, last.total
-        out.unit = out.unit if out.unit == "epoch" else "sample" if last.unit == "sample" else "step"
+        out.unit = out.unit if out.unit == "epoch" else last.unit if last.unit in _UNITS else "step"
         out.epoch = last.epoch if out.epoch is None else out.epoch
         out.epochs = last.epochs if out.epochs is None else out.epochs
         if out.total is None and not out.per_epoch and banner_total and banner_total >= (out.step or 0):

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from eyas.why.logs import events, tables
+from eyas.why.logs import events, own, tables
 from eyas.why.logs.facts import LogFacts, Phase
 from eyas.why.logs.formats import FORMATS, generic
 from eyas.why.logs.learned import counted as learned
@@ -66,7 +66,8 @@ def read(head: bytes, tail: bytes, *, size: int, mtime: float, now: float) -> Lo
     found = events.find(words, lower)
     facts = _file_facts(head, tail, text, records, size=size, mtime=mtime, now=now, gap=gap)
     facts = _with_progress(facts, progress, tempo(progress.series), sightings)
-    return _with_events(facts, progress, found, _phase(progress, words, lower), records)
+    ours, phase = own.phase(text.records)
+    return _with_events(facts, progress, found, phase if ours else _phase(progress, words, lower), records)
 
 
 def _to_unix(text: Text) -> None:
@@ -149,7 +150,7 @@ def _with_progress(facts: LogFacts, p: Progress, t: Tempo, sightings: list[Sight
     training = [s for s in sightings if not s.evaluation and s.number <= p.number]
     loss = next((s.loss for s in reversed(training) if s.loss is not None), None)
     at_last = p.finished or (
-        p.step is not None and p.total is not None and p.step >= p.total > 0
+        p.step is not None and not (p.series and p.series[-1].more) and p.total is not None and p.step >= p.total > 0
         and (not p.per_epoch or (p.epochs is not None and p.epoch is not None and p.epoch >= p.epochs))
     )  # fmt: skip
     share = [s.data_wait for s in training if s.data_wait is not None][-20:]
@@ -182,6 +183,10 @@ def _with_progress(facts: LogFacts, p: Progress, t: Tempo, sightings: list[Sight
 
 
 def _eta(p: Progress, t: Tempo) -> float | None:
+    if p.format == "eyas":
+        told = next((s.left for s in reversed(p.series) if s.left is not None), None)
+        if told is not None:
+            return told
     if p.step is None or p.total is None or t.pace is None:
         return p.series[-1].left if p.series and not p.per_epoch else None
     pace = t.pace.seconds_per_step
@@ -205,6 +210,8 @@ def _with_events(
         barrier = replace(barrier, final=found.barrier_number >= max(p.number, 0))
     after_end = [s for s in p.series if found.end is not None and s.number > found.end.number]
     ended = found.end is not None and not any(s.step is None or s.step != s.total for s in after_end)
+    if found.end is not None and any(e.number > found.end.number and tables.DEATH.search(e.line) for e in errors):
+        ended = False  # what its shell says last is a wait status: something still ran behind that line
     prompt, is_open = _prompt(facts, records, p)
     return replace(
         facts,

@@ -31,6 +31,7 @@ class Sighting:
     unit: str = "step"
     per_epoch: bool = False  # step and total count within the epoch
     evaluation: bool = False
+    more: bool = False  # other work follows the last one: a stage of several
     # filled by the reader
     number: int = 0
     rank: int | None = None

@@ -25,6 +25,18 @@ def _rule(kind: str, *hints: str, pattern: str | None = None) -> Rule:
     return Rule(kind, hints, re.compile(pattern, re.I) if pattern else None)
 
 
+# How a shell, make, time or systemd says that its child died by a signal: after all that the child itself said.
+_SHELL = (r"^(?:{0}(?:: \d{{1,2}})?$|g?make(?:\[\d{{1,3}}\])?: \*\*\* \[.{{1,240}}\] (?:{0}|error (?:{1}))$"
+          r"|.{{1,120}}: line \d{{1,6}}: +\d{{1,9}} {0}\b|\[\d{{1,3}}\] ?[+-]? +(?:\d{{1,9}} +)?{0}\b"
+          r"|(?:zsh|bash|-?sh|dash|ksh|fish): (?:job \d{{1,3}}, .{{1,120}}? )?{0}\b"
+          r"|command terminated by signal (?:{2})\b"
+          r"|.{{1,120}}code=killed, status=(?:{2})/)")  # fmt: skip
+_ENDED = _SHELL.format("(?:terminated|hangup|user defined signal [12])", "129|138|140|143", "1|10|12|15")
+_KILLED = _SHELL.format("killed", "137", "9")
+_INTERRUPTED = _SHELL.format("interrupt", "130", "2")
+DEATH = re.compile(f"{_ENDED}|{_KILLED}|{_INTERRUPTED}", re.I)
+_OWN = r"(?:\[\d{1,2}/\d{1,2} [a-z]{1,20}\] )?"  # eyas demo puts the stage in front
+
 # ---- failures; the first rule that fits a line names it ----
 ERRORS: tuple[Rule, ...] = (
     _rule("time-limit", "due to time limit", "due to task timeout"),
@@ -32,8 +44,10 @@ ERRORS: tuple[Rule, ...] = (
           "preemption notice", "job preempted"),
     _rule("node-failure", "due to node failure", "node_fail", "due to launch failure"),
     _rule("host-oom", "oom_kill", "oom-kill", "oomkilled", "out of memory: kill", "srun: error",
-          "cannot allocate memory", "oom killer", "std::bad_alloc", "memoryerror", "killed due to memory pressure",
-          pattern=r"oom.?kill|out of memory: kill|: out of memory|cannot allocate memory|std::bad_alloc"
+          "cannot allocate memory", "oom killer", "out-of-memory killer", "std::bad_alloc", "memoryerror",
+          "killed due to memory pressure",
+          pattern=r"oom.?kill|out-of-memory killer|out of memory: kill|: out of memory|cannot allocate memory"
+                  r"|std::bad_alloc"
                   r"|\bMemoryError\b|killed due to memory pressure"),
     _rule("cancelled", "cancelled at", "cancelled by", pattern=r"\*\*\* .{0,80}cancelled (?:at|by)|cancelled by \d"),
     _rule("gpu-oom", "out of memory", "outofmemoryerror", "resource_exhausted", "cublas_status_alloc_failed",
@@ -75,16 +89,25 @@ ERRORS: tuple[Rule, ...] = (
     _rule("peer-lost", "closed by peer", "reset by peer", "ncclremoteerror", "ncclsystemerror", "ncclinternalerror",
           "communicator was aborted", "unhandled system error", "ncclunhandledcudaerror", "broken pipe",
           "connection refused", "remote process exited"),
-    _rule("interrupted", "keyboardinterrupt", pattern=r"^keyboardinterrupt"),
-    _rule("signal", "sigterm", "sighup", "sigint", "signal 15", "signal 1 ", "signal: 15", "signal 2",
+    _rule("interrupted", "keyboardinterrupt", "interrupt", "error 130", "terminated by signal", "code=killed",
+          "stopped after step",
+          pattern=rf"^keyboardinterrupt|{_INTERRUPTED}|^{_OWN}\w{{1,32}} [\d,/]{{1,32}}: interrupted(?: · |$)"
+                  rf"|^{_OWN}stopped after step [\d,/]{{1,32}}, and saved"),
+    _rule("exception", "failed in ", "] error ",
+          pattern=rf"^{_OWN}(?:\w{{1,32}} [\d,/]{{1,32}}|before the first \w{{1,32}}): failed in [\w ]{{1,24}}: "
+                  r"|^g?make(?:\[\d{1,3}\])?: \*\*\* \[.{1,240}\] error (?!129|137|138|140|143)\d{1,3}$"),
+    _rule("signal", "error 129", "error 138", "error 140", "error 143", "user defined signal", "code=killed",
+          "sigterm", "sighup", "sigint", "signal 15", "signal 1 ", "signal: 15", "signal 2",
           "signalexception", "terminated", "hangup", "sigusr", "received signal", "got signal", "caught signal",
           "death signal", "termination signal",
           pattern=r"signal (?:15|1|2|10|12)\b.{0,20}(?:received|\(sig)"
                   r"|(?:received|got|caught|(?:killed|terminated|stopped) by)"
                   r" .{0,24}(?:sig(?:term|hup|int|usr[12])|signal:? ?\d|death signal|termination signal)"
                   r"|got signal|received signal|received \d{1,2} death signal|closing signal sig"
-                  r"|^terminated$|^hangup$|: terminated$|: hangup$"),
-    _rule("killed", "killed", pattern=r"^killed\b\s*$|task \d.{0,20}: killed|: +\d+ killed\b|line \d+: .{0,20} killed\b"
+                  rf"|: terminated$|: hangup$|{_ENDED}"),
+    _rule("killed", "killed", "error 137", "terminated by signal 9",
+          pattern=rf"{_KILLED}|\(pid \d{{1,9}}\) was killed by sigkill"
+                  r"|^killed\b\s*$|task \d.{0,20}: killed|: +\d+ killed\b|line \d+: .{0,20} killed\b"
                                       r"|received sigkill|signal 9 \(sigkill\)"),
 )  # fmt: skip
 # What the text of a Python exception makes of it; a kind that a bare line must not get.
@@ -126,6 +149,9 @@ ENDS: tuple[Rule, ...] = (
     _rule("end", "model successfully saved", "training completed!"),
     _rule("end", "early stopp", "stopping early",
           pattern=r"early stopping (?:triggered|activated|condition)|early stopped|^stopping early"),
+    _rule("end", "done: ", "done (", "decoding (", "the head agrees", "summary.json",  # eyas train, eval, capture, demo
+          pattern=r"^done(?: \(.{1,24}\))?: [\d,]{1,15} steps in [\d,]|^decoding \([\d,]{1,12} prompts, "
+                  r"|^capture: [\d,]{1,15} MB; the head agrees|^summary: .{1,300}summary\.json · drafter: "),
     _rule("end", "exiting program at iteration", "finished at step", "reached max_steps", "reached max steps"),
 )  # fmt: skip
 

@@ -106,7 +106,7 @@ OK: dict[str, Words] = {
         ("See why: last -x | head; journalctl -b -1 -e", "Resume from the last checkpoint"),
     ),
     "healthy.training": Words(
-        "{name} is training{at_step}: {moves}.",
+        "{name} is {does}{at_step}: {moves}.",
         "Steps go on at their usual pace.",
         "the next step in the log",
         (_WAIT,),

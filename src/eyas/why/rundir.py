@@ -1,0 +1,154 @@
+"""What is over, told by its own files: a run directory, a store, an eval or a demo folder in which no process works.
+
+events.jsonl is believed first: its last `end`, if no later `start` follows. Without it (an older eyas, a copy)
+summary.json counts, unless run.yaml is newer: then it is of an earlier stop. Where neither tells, `answer` is None and
+the log is judged. Costs the reading of those files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eyas.record import events
+from eyas.why.beat import ending
+from eyas.why.target import Target
+
+Told = tuple[str, str, int | None, str, float]  # verdict, sentence, step, which file says so, when
+
+
+def place_of(target: Target) -> Path | None:
+    """The folder that a target of this host names, itself or by a log beside an events.jsonl."""
+    if target.host is not None or target.kind not in ("run_dir", "log") or target.value is None:
+        return None
+    place = Path(str(target.value))
+    if target.kind == "run_dir":
+        return place
+    return place.parent if place.name == "log.txt" and place.with_name("events.jsonl").exists() else None
+
+
+def answer(place: Path, target: Target, snapshot: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The answer in the schema of docs/why.md; None where the files do not tell how it ended."""
+    told = of_demo(place) or of_events(place, place.name) or of_summary(place)
+    told = told or of_events(place / "record", place.name) or _failed_stage(place)
+    if told is None:
+        return None
+    verdict, sentence, step, source, when = told
+    state = verdict.partition(".")[0]
+    finished, failed = state == "finished", state == "failed"
+    gone = "no process works in it"
+    log = place / "log.txt"
+    meta = snapshot.get("meta") or {}
+
+    def item(where: str, text: str) -> dict[str, Any]:
+        return {"source": where, "time": when, "raw": None, "derived": text, "weight": 5}
+
+    return {
+        "schema": "eyas.why/1",
+        "target": {
+            "asked": target.asked, "host": meta.get("host"), "pid": None, "name": place.name, "user": None,
+            "age_s": None, "members": None, "log": str(log) if log.exists() else None, "note": None, "training": True,
+        },
+        "took_s": round(float(meta.get("took_s") or 0.0), 2),
+        "state": state,
+        "verdict": verdict,
+        "grade": "established",
+        "sentence": sentence,
+        "questions": {
+            "finished": {"answer": "yes" if finished else "no", "evidence": f"{source} says how it ended"},
+            "crashed": {"answer": "yes" if failed else "no", "evidence": f"{source} says how it ended"},
+            "stalled": {"answer": "no", "evidence": gone},
+            "only_quiet": {"answer": "no", "evidence": "It is over: nothing more will be written."},
+        },
+        "evidence": [item(source, sentence), item("/proc", gone)],
+        "against": [],
+        "runner_up": {"verdict": None, "score": 0.0, "evidence": [], "against": [], "separate": f"{place / source}"},
+        "also": [],
+        "chain": [],
+        "ranks": None,
+        "progress": {
+            "step": step, "total": None, "epoch": None, "scope": "run", "unit": "step", "seconds_per_step": None,
+            "line_interval_s": None, "log_idle_s": None, "eta_s": None, "data_pass_s": None, "signals": [],
+        },
+        "data": None,
+        "silence": {"reason": "unknown", "sentence": "It is over: nothing more will be written.", "evidence": [],
+                    "expected_in_s": None},
+        "next": [f"tail -n 20 {log}"] if log.exists() else [],
+        "do_not": [],
+        "not_visible": [],
+        "beat": None,
+    }  # fmt: skip
+
+
+def of_events(place: Path, name: str) -> Told | None:
+    """By the last event of the first rank, when it is an end."""
+    start = end = None
+    with contextlib.suppress(OSError):
+        for e in events.read(place / "events.jsonl"):
+            if e.get("rank") == 0 and e.get("event") in ("start", "end"):
+                start, end = (e, None) if e["event"] == "start" else (start, e)
+    if start is None or end is None:
+        return None
+    verdict = ending(end)
+    step = end.get("step")
+    at = f" at {step:,}" if isinstance(step, int) and step else ""
+    text = str(end.get("text") or "")
+    sentence = f"{name} has finished: {start.get('name')} ended in order{at}." if not text else f"{name}: {text}"
+    return verdict, sentence, step, "events.jsonl", float(end.get("time") or 0.0)
+
+
+def of_summary(place: Path) -> Told | None:
+    """By summary.json of a training run, if the run was not begun again after it."""
+    path, settings = place / "summary.json", place / "run.yaml"
+    found = _json(path)
+    steps = found.get("steps")
+    if not isinstance(steps, int) or (place / "events.jsonl").exists():
+        return None
+    when = path.stat().st_mtime
+    if settings.exists() and settings.stat().st_mtime > when + 5:  # a copy makes them almost together
+        return None
+    stopped = found.get("stopped")
+    if stopped == "signal":
+        return (
+            "failed.signal",
+            f"{place.name} was stopped by a signal after step {steps:,}, and saved.",
+            steps,
+            path.name,
+            when,
+        )
+    why = {"time": ", stopped by --max-minutes", "patience": ", stopped by --patience"}.get(str(stopped), "")
+    best = f"; best checkpoint {found['best']}" if found.get("best") else ""
+    sentence = f"{place.name} has finished: {steps:,} steps in {found.get('seconds') or 0:,.0f} s{why}{best}."
+    return "finished.ok", sentence, steps, path.name, when
+
+
+def of_demo(place: Path) -> Told | None:
+    """By the summary.json that `eyas demo` writes last."""
+    path = place / "summary.json"
+    found = _json(path)
+    stages = found.get("stages")
+    if not isinstance(stages, list):
+        return None
+    sentence = (
+        f"{place.name} has finished: all {len(stages)} stages of eyas demo in {found.get('seconds') or 0:,.0f} s."
+    )
+    return "finished.ok", sentence, None, path.name, path.stat().st_mtime
+
+
+def _failed_stage(place: Path) -> Told | None:
+    """A demo without a summary: a stage that failed ended it; one that ended well says nothing of the next."""
+    told = of_events(place / "train", place.name) or of_summary(place / "train")
+    if told is None or told[0].startswith("finished"):
+        return None
+    return told[0], told[1], told[2], f"train/{told[3]}", told[4]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text("utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
