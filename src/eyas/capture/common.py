@@ -81,8 +81,10 @@ def check_prepared(prepared: Prepared, folder: Path, verifier: Verifier) -> None
         raise EyasError(f"{folder} holds two samples of one id: give every conversation its own")
     whose = prepared.manifest.get("verifier", {})
     if whose.get("fingerprint") not in (None, "", verifier.fingerprint):
+        other = whose.get("name") if whose.get("name") != verifier.config.name else f"another {verifier.config.name}"
         raise EyasError(
-            f"{folder} was prepared for {whose.get('name')}, not for {verifier.config.name}: run eyas prepare again"
+            f"{folder} was prepared for {other}, not for {verifier.config.name} at {verifier.path} (other weights):"
+            " run eyas prepare again"
         )
     for name, ids in zip(prepared.ids, prepared.input_ids, strict=True):
         if len(ids) == 0 or int(np.min(ids)) < 0 or int(np.max(ids)) >= verifier.config.vocab_size:

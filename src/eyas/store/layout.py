@@ -47,7 +47,7 @@ STORED_AS = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8"}  # by c
 class Manifest:
     """What the states of a source are.
 
-    verifier: its name; fingerprint: of its head, norm and sizes ("" where unknown); revision: the hub's, or "".
+    verifier: its name; fingerprint: of its weights and sizes ("" where unknown); revision: the hub's, or "".
     layers: what the states hold, ascending; the last one is the verifier's last state.
     layer_unit: "hf" (k is `hidden_states[k]`, the state after k layers) or, in files that do not say, "position".
     norm_side: "before" or "after" the final norm: the side that the last state is on ("unknown" without a verifier).
