@@ -16,7 +16,6 @@ from typer.core import TyperGroup
 
 from eyas.record.console import say
 
-
 ORDER = (
     "prepare", "plan", "capture", "store", "vocab", "train", "eval", "export", "check", "import", "bench", "why", "ps",
     "demo",

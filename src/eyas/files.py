@@ -1,4 +1,4 @@
-"""Small files that are there as a whole or not at all."""
+"""Small files that are there as a whole or not at all, and how sizes are said."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def write_json(path: Path, value: Any) -> None:
         write_whole(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
     except OSError as e:
         raise EyasError(f"cannot write {path}: {e.strerror or e}") from None
+
+
+def size_text(nbytes: float) -> str:
+    """As `12.3 GB`, or `4.5 MB` where it is less than one."""
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

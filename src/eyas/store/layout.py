@@ -78,7 +78,7 @@ class Manifest:
     def differences(self, other: Manifest) -> list[str]:
         """What keeps the two from sharing a store, as "norm_side before, not after"; the time of creation does not."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "created"]
-        words = {"channels": "the int8 channels have other sizes"}
+        words = {"channels": "the int8 channels have other sizes", "source": "other prepared samples"}
         return [words.get(name, f"{name} {mine}, not {theirs}") for name, mine, theirs in pairs if mine != theirs]
 
     def create(self, folder: Path) -> None:
