@@ -45,6 +45,8 @@ def export(
     verifier_path = verifier_path or run.get("verifier_path")
     if not verifier_path:
         raise EyasError(f"{folder} lies in no run directory: name --verifier-path")
+    if output_dir.is_file():
+        raise EyasError(f"{output_dir} is a file: name a folder")
     if not _may_replace(output_dir):
         raise EyasError(f"{output_dir} holds other files: name a new folder, or one that an export made")
     verifier = Verifier(verifier_path, trust_remote_code=trust_remote_code)
@@ -76,7 +78,7 @@ def _may_replace(folder: Path) -> bool:
     """Whether an export may take the place of `folder`: nothing is there, or what an export wrote and no more."""
     if not folder.exists():
         return True
-    names = {p.name for p in folder.iterdir()} if folder.is_dir() else {str(folder)}
+    names = {p.name for p in folder.iterdir()}
     if not names:
         return True
     ours = names <= {"config.json", "model.safetensors", "README.md"} and "config.json" in names

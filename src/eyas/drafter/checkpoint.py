@@ -18,6 +18,7 @@ SGLang and vLLM all take. What engines do with other folders is in `conventions.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -166,6 +167,7 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], files: dict[str, Any]
         save_file(tensors, side / WEIGHTS, metadata={"format": "pt"})
         for name, value in files.items():
             (side / name).write_text(json.dumps(value, indent=2) + "\n")
+        (side / WEIGHTS).chmod((side / CONFIG).stat().st_mode)  # safetensors writes for the owner alone
         for path in (*side.iterdir(), side):
             _sync(path)
         if folder.exists():
@@ -179,8 +181,10 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], files: dict[str, Any]
         shutil.rmtree(side, ignore_errors=True)
         if old.exists() and not folder.exists():
             old.rename(folder)
-        why = " ".join(str(e).split())
-        raise EyasError(f"cannot write the checkpoint {folder}: {why}; free some space or name another") from None
+        why = (isinstance(e, OSError) and e.strerror) or " ".join(str(e).split())
+        refused = isinstance(e, OSError) and e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+        do = "name another folder" if refused else "free some space or name another folder"
+        raise EyasError(f"cannot write the checkpoint {folder}: {why}; {do}") from None
 
 
 def _sync(path: Path) -> None:

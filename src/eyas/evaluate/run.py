@@ -73,7 +73,9 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
             try:
                 about = yaml.safe_load((parent / "run.yaml").read_text())
                 return folder, {**about["config"], "run_dir": str(parent)}
-            except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+            except OSError as error:
+                raise EyasError(f"{parent / 'run.yaml'} cannot be read: {error.strerror}") from None
+            except (ValueError, TypeError, KeyError, yaml.YAMLError):
                 raise EyasError(f"{parent / 'run.yaml'} cannot be read: it is not what eyas train wrote") from None
     return folder, {}
 
