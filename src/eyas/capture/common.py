@@ -130,7 +130,7 @@ def check_output(output: Path, prepared_dir: Path) -> None:
         raise EyasError(f"{output} holds prepared samples: name another folder for the store")
     there = next(p for p in (output, *output.absolute().parents) if p.exists())
     if not there.is_dir():
-        raise EyasError(f"{output} cannot be written: {there} is a file; name another folder")
+        raise EyasError(f"{output} cannot be written: Not a directory: {there}; name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise EyasError(f"{output} cannot be written: {there} is read-only for this user; name another folder")
 
