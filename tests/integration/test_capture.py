@@ -197,7 +197,7 @@ def test_an_output_without_the_right_to_write_is_said_before_the_verifier_is_loa
 ) -> None:
     monkeypatch.setattr("eyas.capture.common.os.access", lambda _path, _mode: False)  # root may write everywhere
     monkeypatch.setattr(Verifier, "load_model", lambda *_: pytest.fail("it was loaded"))
-    refused(verifier, prepared, tmp_path / "s", "cannot be written: .* is read-only for this user")
+    refused(verifier, prepared, tmp_path / "s", "cannot be written: Permission denied: .*; name another")
 
 
 def test_a_store_in_the_folder_of_prepared_samples_is_refused(verifier: Verifier, prepared: Path) -> None:

@@ -5,6 +5,7 @@ The verifier runs here (`local.py`) or in an engine (`vllm.py`); the store, its 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -132,7 +133,8 @@ def check_output(output: Path, prepared_dir: Path) -> None:
     if not there.is_dir():
         raise EyasError(f"{output} cannot be written: Not a directory: {there}; name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise EyasError(f"{output} cannot be written: {there} is read-only for this user; name another folder")
+        why = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
+        raise EyasError(f"{output} cannot be written: {os.strerror(why)}: {there}; name another folder")
 
 
 def check_space(output: Path, lengths: list[int], manifest: Manifest, say: Callable[[str], None]) -> None:
