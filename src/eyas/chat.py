@@ -19,7 +19,9 @@ import numpy as np
 from eyas.errors import EyasError
 
 Message = dict[str, Any]
-ROLES = {
+HALF = "text with half a character (a lone surrogate)"
+TURNS = 32  # answers in the first look at how many turns a sample can hold
+ROLES = {  # in lower case
     "system": "system",
     "developer": "system",
     "user": "user",
@@ -33,7 +35,11 @@ ROLES = {
 
 
 class BadConversation(EyasError):
-    """A conversation that cannot be used; the message is a reason that fits many, so that they can be counted."""
+    """A conversation that cannot be used. reason: one that fits many, to be counted by; detail: what this one has."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} {detail}".rstrip())
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ def messages_of(record: Any) -> list[Message]:
     """The turns of a record in the OpenAI form (`messages`) or ShareGPT's (`conversations`: from, value).
 
     Content given as a list of text parts is joined; `reasoning_content` is kept for the template.
-    Raises BadConversation: no messages, an unknown role, tools, content other than text.
+    Raises BadConversation: no messages, an unknown role, tools, content other than text, half a character.
     """
     turns = next((record[k] for k in ("messages", "conversations") if record.get(k)), None)
     if not isinstance(turns, list | tuple):
@@ -59,11 +65,12 @@ def messages_of(record: Any) -> list[Message]:
 def _message(turn: Any) -> Message:
     if not isinstance(turn, dict):
         raise BadConversation("no messages")
-    said = turn.get("role") or turn.get("from")
+    given = turn.get("role") or turn.get("from")
+    said = given.lower() if isinstance(given, str) else ""
     if said in ("tool", "function", "observation", "function_call") or turn.get("tool_calls"):
         raise BadConversation("tool calls")
-    if not isinstance(said, str) or said not in ROLES:
-        raise BadConversation(f"unknown role {said!r}"[:60])
+    if said not in ROLES:
+        raise BadConversation("unknown role", repr(given)[:40])
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
     if isinstance(content, list | tuple):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
@@ -74,7 +81,18 @@ def _message(turn: Any) -> Message:
     message = {"role": ROLES[said], "content": content or ""}
     if isinstance(turn.get("reasoning_content"), str):
         message["reasoning_content"] = turn["reasoning_content"]
+    if not all(map(is_text, message.values())):
+        raise BadConversation(HALF)
     return message
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: JSON may hold half of a surrogate pair, as `\\ud800`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
@@ -83,18 +101,21 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     return ids
 
 
-def encode(tokenizer: Any, messages: Sequence[Message]) -> list[Encoded]:
+def encode(tokenizer: Any, messages: Sequence[Message], most: int | None = None) -> list[Encoded]:
     """`messages` as one sample with every answer trained on, or as one sample an answer.
 
     The latter where the template rewrites earlier turns (Qwen3 drops the thinking of all answers but the last):
     each answer is then seen as it stood when it was given. What follows the last answer is left out; an empty answer
     and one before any question are not trained on. The list is empty when no answer is left.
+    most: tokens of a sample that are wanted; turns that lie behind them are not looked at.
     Raises BadConversation when the template refuses the conversation.
     """
     first = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > first and _says_something(m)]
     if not answers:
         return []
+    if most is not None:
+        answers = _within(tokenizer, messages, answers, most)
     messages = messages[: answers[-1] + 1]
     whole = render(tokenizer, messages)
     through = {i: whole if i == answers[-1] else render(tokenizer, messages[: i + 1]) for i in answers}
@@ -104,15 +125,23 @@ def encode(tokenizer: Any, messages: Sequence[Message]) -> list[Encoded]:
     return [_tokens(tokenizer, through[i], [spans[i]]) for i in answers]
 
 
+def _within(tokenizer: Any, messages: Sequence[Message], answers: list[int], most: int) -> list[int]:
+    """The first answers, up to one whose prompt is longer than `most` tokens: every answer costs renderings."""
+    k = TURNS
+    while k < len(answers):
+        if len(prompt_ids(tokenizer, messages[: answers[k]])) > most:
+            return answers[: k + 1]
+        k *= 2
+    return answers
+
+
 def render(tokenizer: Any, messages: Sequence[Message], answer: bool = False) -> str:
     """The chat template's text for `messages`, with the header of an answer at the end if `answer`."""
-    from jinja2 import TemplateError
-
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # a template is a program: its own raise_exception, and whatever else Python has
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadConversation(f"the chat template refuses it ({said[:80]})") from None
+        raise BadConversation("the chat template refuses it", f"({said[:80]})") from None
     return str(text)
 
 

@@ -56,14 +56,14 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
             if line.strip():
                 try:
                     yield f"{file}:{number}", json.loads(line)
-                except ValueError as error:
-                    yield f"{file}:{number}", error
+                except (ValueError, RecursionError) as error:
+                    yield f"{file}:{number}", ValueError(str(error))
 
 
 def _json_array(data: bytes) -> list[Any] | None:
     """The records of a JSON array or of one object; None where `data` is neither."""
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, list) else [found]

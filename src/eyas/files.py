@@ -1,4 +1,4 @@
-"""Small files that are there as a whole or not at all, and whether a folder will take them."""
+"""Small files that are there as a whole or not at all, whether a folder will take them, and how sizes are said."""
 
 from __future__ import annotations
 
@@ -60,3 +60,17 @@ def check_writable(folder: Path, what: str) -> None:
         for path in reversed(made):
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+
+def size_text(nbytes: float) -> str:
+    """As `12.3 GB`, or `4.5 MB` where it is less than one."""
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder, or a file, durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,7 +1,8 @@
 """`eyas prepare`: conversations -> prepared.parquet (token ids and loss masks) and prepare.json (what is in it).
 
 One pass; samples go to disk a few thousand at a time, so memory does not grow with the input (16 bytes a sample, to
-find duplicates). Rendering and tokenizing cost about 1 ms a conversation. Both files are written under other names
+find duplicates). Rendering and tokenizing cost about 1 ms a conversation, and of a long one only the turns that
+max_seq_len has room for are looked at. Both files are written under other names
 and renamed when everything is there. Whatever is left out is counted by its reason.
 """
 
@@ -11,6 +12,8 @@ import contextlib
 import itertools
 import json
 import os
+import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eyas.chat import BadConversation, Encoded, Message, encode, messages_of, prompt_ids
+from eyas.chat import HALF, BadConversation, Encoded, Message, encode, is_text, messages_of, prompt_ids, render
 from eyas.conversations import find_files, read_records
 from eyas.errors import EyasError
 from eyas.files import write_whole
@@ -30,6 +33,7 @@ from eyas.verifier import Verifier, first_line
 FORMAT = 1
 ROWS_A_GROUP = 2000
 PLACES_SHOWN = 3  # file:line of a reason's first cases
+SAY_SECONDS = 10.0
 SHOWN_CHARACTERS = 600  # of each run of a sample shown
 Say = Callable[[str], None]
 
@@ -55,12 +59,14 @@ class _Count:
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
+    with_control: int = 0
+    control: dict[str, str] = field(default_factory=dict)  # token -> the first place that has it
 
-    def drop(self, reason: str, place: str) -> None:
+    def drop(self, reason: str, place: str, detail: str = "") -> None:
         self.dropped[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < PLACES_SHOWN:
-            places.append(place)
+            places.append(f"{place} {detail}".rstrip())
 
 
 def prepare(
@@ -88,6 +94,7 @@ def prepare(
         raise EyasError(f"max_seq_len is {max_seq_len}: a sample needs two tokens at least")
     files = find_files(sources)
     tokenizer, template_hash = verifier.tokenizer, verifier.template_hash
+    _check_template(verifier)
     count = _Count()
     try:
         with _new_folder(output_dir):
@@ -96,7 +103,7 @@ def prepare(
                 answered = output_dir / "conversations.jsonl"
                 answer_again(_questions(records, tokenizer, max_seq_len, count), answered, verifier, regenerate, say)
                 records = ((r["id"], place, r["messages"]) for place, r in read_records(answered))
-            samples = _samples(records, tokenizer, max_seq_len, min_trained, count)
+            samples = _samples(_told(records, count, say), tokenizer, max_seq_len, min_trained, count)
             temporary = output_dir / f".prepared.parquet.{os.getpid()}"
             about = output_dir / f".prepare.json.{os.getpid()}.new"
             try:
@@ -123,7 +130,7 @@ def prepare(
                     "source": [str(s) for s in sources],
                 }
                 # Both are on the disk before either gets its name, so that a full disk leaves what was there.
-                write_whole(about, json.dumps(manifest, indent=1, ensure_ascii=False).encode())
+                write_whole(about, json.dumps(manifest, indent=1, ensure_ascii=False).encode(errors="replace"))
                 (output_dir / "prepare.json").unlink(missing_ok=True)  # never beside another run's samples
                 temporary.replace(output_dir / "prepared.parquet")
                 about.replace(output_dir / "prepare.json")
@@ -180,10 +187,13 @@ def _conversations(files: list[Path], count: _Count) -> Iterator[tuple[str, str,
                 try:
                     messages = messages_of(record)
                 except BadConversation as error:
-                    count.drop(str(error), place)
+                    count.drop(error.reason, place, error.detail)
                     continue
                 given = record.get("id") if record.get("id") is not None else record.get("conversation_id")
                 name = f"{file.name}:{place.rpartition(':')[2]}" if given is None else str(given)
+                if not is_text(name):
+                    count.drop(HALF, place)
+                    continue
                 seen[name] += 1
                 yield name if seen[name] == 1 else f"{name}~{seen[name]}", place, messages
         except (OSError, EOFError, ValueError) as error:  # pyarrow's errors are ValueErrors and OSErrors
@@ -205,7 +215,7 @@ def _questions(
             else:
                 asked.append({"id": name, "messages": messages})
         except BadConversation as error:
-            count.drop(str(error), place)
+            count.drop(error.reason, place, error.detail)
     if not asked:
         raise EyasError(f"nothing to regenerate: {_reasons(count)}")
     return asked
@@ -225,14 +235,19 @@ def _samples(
     from xxhash import xxh3_128_digest
 
     seen: set[bytes] = set()
+    control = _control_tokens(tokenizer)
     for name, place, messages in conversations:
+        if found := {token for m in messages for text in m.values() for token in control.findall(text)}:
+            count.with_control += 1
+            for token in sorted(found):
+                count.control.setdefault(token, place)
         if not any(m["role"] == "assistant" for m in messages):
             count.drop("no assistant turn", place)
             continue
         try:
-            encoded = encode(tokenizer, messages)
+            encoded = encode(tokenizer, messages, max_seq_len)
         except BadConversation as error:
-            count.drop(str(error), place)
+            count.drop(error.reason, place, error.detail)
             continue
         if not encoded:
             count.drop("nothing trained", place)
@@ -253,6 +268,26 @@ def _samples(
                 count.tokens += len(sample.input_ids)
                 count.trained += trained
                 yield name if len(encoded) == 1 else f"{name}#{number}", sample
+
+
+def _check_template(verifier: Verifier) -> None:
+    """EyasError for a chat template that cannot render a question and its answer: no conversation is to blame."""
+    plain = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+    try:
+        render(verifier.tokenizer, plain[:1], answer=True)
+        render(verifier.tokenizer, plain)
+    except BadConversation as error:
+        raise EyasError(
+            f"the chat template of {verifier.path} cannot render a plain question and answer {error.detail}: mend it"
+        ) from None
+
+
+def _control_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Matches the special tokens that text is encoded to wherever it spells one."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    tokens = {*tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
+    spelled = sorted((t for t in tokens if len(t) > 2), key=len, reverse=True)  # a pad token may be a mere "!"
+    return re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
 
 
 def _write_parquet(samples: Iterable[tuple[str, Encoded]], path: Path) -> None:
@@ -333,7 +368,26 @@ def marked(tokenizer: Any, sample: Encoded) -> str:
     return text
 
 
+def _told(
+    conversations: Iterable[tuple[str, str, list[Message]]], count: _Count, say: Say
+) -> Iterator[tuple[str, str, list[Message]]]:
+    """Passes them on and says every SAY_SECONDS how far it is."""
+    said = time.monotonic()
+    for item in conversations:
+        if time.monotonic() - said >= SAY_SECONDS:
+            said = time.monotonic()
+            say(f"prepare: {count.kept:,} samples of {count.conversations:,} conversations so far, at {item[1]}")
+        yield item
+
+
 def _say_dropped(count: _Count, say: Say) -> None:
+    if count.control:
+        first = ", ".join(f"{token} in {place}" for token, place in itertools.islice(count.control.items(), 3))
+        say(
+            f"warning: {count.with_control:,} conversations spell control tokens of the verifier in their text ({first}"
+            f"{', ...' if len(count.control) > PLACES_SHOWN else ''}): they become real ones; take them out if they are"
+            " not meant"
+        )
     for reason, n in count.dropped.most_common():
         places = ", ".join(count.places[reason]) + (", ..." if n > PLACES_SHOWN else "")
         say(f"dropped {n:,}: {reason} ({places})")

@@ -2,7 +2,8 @@
 
 Tensors are found by the end of their name, under any prefix, and read by byte ranges out of the safetensors files
 that hold them. The model itself is loaded only by `load_model`: a trillion-parameter checkpoint costs here what its
-three bfloat16 tensors cost (Kimi-K2.5: 2 x 2.3 GB), and the fingerprint a few megabytes.
+three bfloat16 tensors cost (Kimi-K2.5: 2 x 2.3 GB), and the fingerprint a few megabytes: rows of the norm, the head,
+the embedding, and the first bytes of what stands in the first, the middle and the last layer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -38,10 +40,14 @@ NORM_ADDS_ONE = {
 }
 # A hub repository without its weights; `*.py` and `*.model` are what some tokenizers consist of.
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
+TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken")  # how their names begin
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 FLOATS = ("F32", "F16", "BF16")  # safetensors types that need no scales
 CHUNK_ROWS = 8192  # rows converted at a time: bounds the copy in the file's own dtype
 FINGERPRINT_ROWS = 256
+FINGERPRINT_BYTES = 1 << 16  # of each tensor of a layer
+# Experts beyond the first are hundreds; a rotary table is in some copies of a model and not in others.
+NOT_IN_FINGERPRINT = re.compile(r"experts\.[1-9]|rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ def resolve(path_or_id: str | Path) -> Path:
 
     Raises EyasError when there is no such folder and no such repository (or no network and no cached copy).
     """
+    if not str(path_or_id):
+        raise EyasError("the verifier's path is empty: name a folder with a config.json, or a hub id such as org/name")
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
@@ -134,8 +142,11 @@ class Verifier:
         try:
             return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self._trust)
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, TypeError, ... by cause
+            if not any(p.name.startswith(TOKENIZER_FILES) for p in self.path.iterdir()):
+                raise EyasError(f"no tokenizer in {self.path}: fetch its tokenizer.json") from None
             hint = "; allow it with trust_remote_code" if "trust_remote_code" in str(error) else ""
-            raise EyasError(f"cannot read the tokenizer in {self.path}: {first_line(error)}{hint}") from error
+            said = " ".join(str(error).split())[:200] if first_line(error).endswith(":") else first_line(error)
+            raise EyasError(f"cannot read the tokenizer in {self.path}: {said}{hint}") from error
 
     @cached_property
     def chat_template(self) -> str:
@@ -154,18 +165,24 @@ class Verifier:
 
     @cached_property
     def fingerprint(self) -> str:
-        """xxh3-128, 32 hex digits, of the sizes, the final norm, the head's first rows and the tokenizer's size.
+        """xxh3-128, 32 hex digits, of the sizes, the tokenizer's size and some of the weights.
 
-        The same for every copy of one model however it is cut into files; a few megabytes are read.
+        Those are the final norm, rows of the head and of the embedding, and the first bytes of every tensor, quantised
+        or not, of the first, the middle and the last layer: a fine-tune of one name is another verifier. The same for
+        every copy of one model however it is cut into files; a few megabytes are read.
         """
         from xxhash import xxh3_128
 
         sizes = {k: asdict(self.config)[k] for k in ("hidden_size", "num_layers", "vocab_size", "num_heads")}
         digest = xxh3_128(json.dumps({**sizes, "tokenizer": self._tokenizer_size()}, sort_keys=True).encode())
-        for name, rows in ((self._norm_name(), None), (self._head_name(), FINGERPRINT_ROWS)):
-            part = self._slice(name)[:rows].contiguous()
+        rows = FINGERPRINT_ROWS
+        for name, stop in ((self._norm_name(), None), (self._head_name(), rows), (self._embedding_name(), rows)):
+            part = self._slice(name)[:stop].contiguous()
             digest.update(f"{part.dtype}{list(part.shape)}".encode())
             digest.update(part.view(torch.uint8).numpy().tobytes())
+        for said, content in self._layers_begin():
+            digest.update(said.encode())
+            digest.update(content)
         return digest.hexdigest()
 
     def embedding(self, dtype: torch.dtype = torch.float32, rows: Tensor | None = None) -> Tensor:
@@ -194,7 +211,7 @@ class Verifier:
 
         Quantised tensors and those of experts are left out; empty when the model has no layer of that name.
         """
-        prefix = self._embedding_name().removesuffix("embed_tokens.weight") + f"layers.{index}."
+        prefix = f"{self._layers_prefix()}{index}."
         found = {}
         for name in self._files:
             short = name.removeprefix(prefix).removesuffix(".weight")
@@ -246,9 +263,12 @@ class Verifier:
         if self._hub_id and not path.exists():
             self._fetch(file)
         try:
+            path.open("rb").close()  # safetensors calls a file that may not be read a missing one
             return safe_open(path, framework="pt")
         except FileNotFoundError:
             raise EyasError(f"{path} is missing, though the index of the weights names it: fetch it") from None
+        except PermissionError:
+            raise EyasError(f"{path} may not be read by this user: give it the permission") from None
         except (SafetensorError, OSError) as error:
             raise EyasError(f"{path} cannot be read ({first_line(error)}): fetch it again") from None
 
@@ -259,10 +279,38 @@ class Verifier:
         try:
             part = self._open(self._files[name]).get_slice(name)
         except SafetensorError:
-            raise EyasError(f"{self.path / self._files[name]} lacks {name}, which the index puts there") from None
+            raise self._lacks(name) from None
         if part.get_dtype() not in FLOATS:
             raise EyasError(f"{self._where(name)} is quantised ({part.get_dtype()}): eyas needs bf16, fp16 or fp32")
         return part
+
+    def _layers_begin(self) -> Iterator[tuple[str, bytes]]:
+        """("<layer>.<name><type><shape>", first bytes as they are on the disk) of the tensors the fingerprint counts.
+
+        Nothing where the model's layers have other names than `layers.N` beside the embedding.
+        """
+        prefix, n = self._layers_prefix(), self.config.num_layers
+        wanted = tuple(f"{prefix}{k}." for k in sorted({0, n // 2, n - 1}))
+        headers: dict[str, dict[str, Any]] = {}
+        for name in sorted(n for n in self._files if n.startswith(wanted) and not NOT_IN_FINGERPRINT.search(n)):
+            file = self._files[name]
+            path = self.path / file
+            if file not in headers:
+                self._open(file)  # fetches it, and says what is wrong with it
+                with path.open("rb") as opened:
+                    (length,) = struct.unpack("<Q", opened.read(8))
+                    headers[file] = {"at": 8 + length, **json.loads(opened.read(length))}
+            if name not in headers[file]:
+                raise self._lacks(name)
+            about = headers[file][name]
+            start, stop = about["data_offsets"]
+            with path.open("rb") as opened:
+                opened.seek(headers[file]["at"] + start)
+                content = opened.read(min(stop - start, FINGERPRINT_BYTES))
+            yield f"{name.removeprefix(prefix)}{about['dtype']}{about['shape']}", content
+
+    def _lacks(self, name: str) -> EyasError:
+        return EyasError(f"{self.path / self._files[name]} lacks {name}, which the index puts there: fetch it again")
 
     def _matrix(self, name: str, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
         """All rows or some of a [V, Ht] tensor, converted piece by piece."""
@@ -290,6 +338,9 @@ class Verifier:
         names = [n for n in self._named("embed_tokens.weight") if not re.search(r"layers\.\d+\.", n)]
         beside = [n for n in names if n.removesuffix("embed_tokens.weight") + "norm.weight" in self._files]
         return self._only(beside or names, "embed_tokens.weight")
+
+    def _layers_prefix(self) -> str:
+        return self._embedding_name().removesuffix("embed_tokens.weight") + "layers."
 
     def _norm_name(self) -> str:
         name = self._embedding_name().removesuffix("embed_tokens.weight") + "norm.weight"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eyas.capture import local
+from eyas.capture.common import capture_layers
 from eyas.capture.local import capture
 from eyas.errors import EyasError
 from eyas.prepare import prepare, read_prepared
@@ -179,13 +183,117 @@ def test_a_disk_too_small_is_told_before_anything_is_written(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
-    refused(verifier, prepared, tmp_path / "s", r"need 0\.0 GB, and 0\.0 GB are free there")
+    refused(verifier, prepared, tmp_path / "s", r"need \d+\.\d MB, and 0\.1 MB are free there")
     assert not (tmp_path / "s").exists()
 
 
 def test_an_unwritable_output_is_one_line(verifier: Verifier, prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused(verifier, prepared, tmp_path / "file" / "s", "cannot be written")
+
+
+def test_an_output_without_the_right_to_write_is_said_before_the_verifier_is_loaded(
+    verifier: Verifier, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.capture.common.os.access", lambda _path, _mode: False)  # root may write everywhere
+    monkeypatch.setattr(Verifier, "load_model", lambda *_: pytest.fail("it was loaded"))
+    refused(verifier, prepared, tmp_path / "s", "cannot be written: Permission denied: .*; name another")
+
+
+def test_a_store_in_the_folder_of_prepared_samples_is_refused(verifier: Verifier, prepared: Path) -> None:
+    before = sorted(p.name for p in prepared.iterdir())
+    refused(verifier, prepared, prepared, "holds prepared samples: name another folder for the store")
+    assert sorted(p.name for p in prepared.iterdir()) == before
+
+
+def test_a_device_that_is_not_there_is_one_line(verifier: Verifier, prepared: Path, tmp_path: Path) -> None:
+    refused(verifier, prepared, tmp_path / "s", "--device xyz: ", device="xyz")
+    if not torch.cuda.is_available():
+        refused(verifier, prepared, tmp_path / "s", "--device cuda: ", device="cuda")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_verifier_of_three_layers_is_too_small(verifier: Verifier) -> None:
+    small = Verifier(verifier.path)
+    small.config = replace(small.config, num_layers=3)
+    with pytest.raises(EyasError, match=r"has 3 layers: .* needs a verifier with 4 layers or more"):
+        capture_layers(small, None)
+
+
+def fine_tuned(verifier: Verifier, folder: Path) -> Verifier:
+    """A copy under the same name with other weights in its MLPs: norm, head and embedding stay."""
+    shutil.copytree(verifier.path, folder / verifier.path.name)
+    file = folder / verifier.path.name / "model.safetensors"
+    weights = load_file(file)
+    save_file({n: t * 0.3 if "down_proj" in n else t for n, t in weights.items()}, file, metadata={"format": "pt"})
+    return Verifier(folder / verifier.path.name)
+
+
+def begun(captured: Path, folder: Path) -> Path:
+    """The store with 10 of its 30 samples, as a kill leaves it."""
+    shutil.copytree(captured, folder)
+    journal = layout.journal_path(folder, "0")
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:10]))
+    shard = folder / layout.shard_name("0", 0)
+    shard.rename(f"{shard}{layout.OPEN_SUFFIX}")
+    return folder
+
+
+def test_a_fine_tune_does_not_go_on_with_the_store_of_its_base(
+    verifier: Verifier, prepared: Path, captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned, store = fine_tuned(verifier, tmp_path), begun(captured, tmp_path / "s")
+    refused(tuned, prepared, store, "was prepared for another tiny, not for tiny at .* .other weights.")
+    prepare(tuned, [prepared.parent / "c.jsonl"], tmp_path / "p", max_seq_len=256, show=0, say=quiet)
+    refused(tuned, tmp_path / "p", store, f"another capture .fingerprint {verifier.fingerprint}, not ")
+    with pytest.raises(EyasError, match=r"captured from tiny, not from tiny .fingerprint"):
+        open_source(captured, tuned.config, tuned.fingerprint)
+    # Where the fingerprint does not see it, the stored states do.
+    monkeypatch.setitem(tuned.__dict__, "fingerprint", verifier.fingerprint)
+    before = sorted((p.name, p.read_bytes()) for p in store.iterdir())
+    refused(tuned, prepared, store, "holds states of another verifier: layer 2 of sample c")
+    assert sorted((p.name, p.read_bytes()) for p in store.iterdir()) == before
+    made = capture(verifier, prepared, store, dtype="fp32", say=quiet)
+    assert (made["samples"], made["captured_samples"]) == (30, 20)
+
+
+@pytest.mark.parametrize(("codec", "last"), [("fp8", "trained"), ("int8", "all")])
+def test_a_store_of_eight_bits_is_gone_on_with(
+    verifier: Verifier, prepared: Path, tmp_path: Path, codec: str, last: str
+) -> None:
+    settings: dict[str, Any] = {"dtype": "fp32", "codec": codec, "last": last, "say": quiet}
+    capture(verifier, prepared, tmp_path / "whole", **settings)
+    assert capture(verifier, prepared, begun(tmp_path / "whole", tmp_path / "s"), **settings)["captured_samples"] == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("shard-0-00000.safetensors", None, "is damaged: shard-0-00000.safetensors is missing, though its journal"),
+        ("shard-0-00000.safetensors", 1 << 20, "is damaged: shard-0-00000.safetensors is truncated at byte 1048576"),
+        ("tokens-0.bin", 9, "is damaged: its tokens file is truncated"),
+    ],
+)
+def test_a_damaged_store_is_not_called_complete(
+    verifier: Verifier, prepared: Path, captured: Path, tmp_path: Path, name: str, size: int | None, message: str
+) -> None:
+    store = shutil.copytree(captured, tmp_path / "s")
+    if size is None:
+        (store / name).unlink()
+    else:
+        os.truncate(store / name, size)
+    refused(verifier, prepared, store, message)
+    refused(verifier, prepared, store, "restore the file, or delete the store and capture again")
+    with pytest.raises(EyasError, match=r"no usable sample .30 left out.*delete it and capture again"):
+        open_source(store)
+    assert not local.goes_on(verifier, prepared, store)
+
+
+def test_a_store_of_other_samples_is_said_to_be_one(
+    verifier: Verifier, prepared: Path, captured: Path, tmp_path: Path
+) -> None:
+    prepare(verifier, [prepared.parent / "c.jsonl"], tmp_path / "p", max_seq_len=20, show=0, say=quiet)
+    refused(verifier, tmp_path / "p", captured, "another capture .other prepared samples.: name another folder")
 
 
 def damage(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:

@@ -132,6 +132,6 @@ def test_what_cannot_be_converted_is_refused_in_one_line(
     with pytest.raises(EyasError, match="holds states of another run"):
         convert(other, tmp_path / "store", verifier, say=quiet)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: type("", (), {"free": 1000})())
-    with pytest.raises(EyasError, match=r"need 0\.\d GB, and 0\.0 GB are free"):
+    with pytest.raises(EyasError, match=r"need 0\.3 MB, and 0\.0 MB are free"):
         convert(folder, tmp_path / "full", verifier, say=quiet)
     assert not (tmp_path / "full").exists()

@@ -101,12 +101,32 @@ def test_ours_into_speculators_form_and_back_is_the_same(verifier: Path, tmp_pat
     assert sorted(first) == sorted(last) and all(torch.equal(first[n], last[n]) for n in first)
 
 
+def test_an_export_that_may_not_be_written_is_not_told_to_free_space(
+    verifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "c", *eagle3(verifier))
+
+    def refuse(path: Path, *_args: Any, **_kw: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)  # root may write everywhere
+    with pytest.raises(EyasError) as caught:
+        export(folder, tmp_path / "out", verifier_path=str(verifier), say=silent)
+    out = tmp_path / "out"
+    assert str(caught.value) == f"cannot write the checkpoint {out}: Permission denied; name another folder"
+
+
 def test_an_export_of_either_form_replaces_the_other_and_nothing_else(verifier: Path, tmp_path: Path) -> None:
     folder = write(tmp_path / "c", *eagle3(verifier))
     for form in ("speculators", "eagle3", "speculators"):
         export(folder, tmp_path / "out", form=form, verifier_path=str(verifier), say=silent)
         names = load_file(tmp_path / "out" / "model.safetensors")
         assert any(n.startswith("layers.0.") for n in names) == (form == "speculators")
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] == modes["README.md"], "who may read one may read all"
+    with pytest.raises(EyasError, match=r"mine is a file: name a folder"):
+        (tmp_path / "mine").touch()
+        export(folder, tmp_path / "mine", verifier_path=str(verifier), say=silent)
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(EyasError, match="holds other files"):
         export(folder, tmp_path / "out", verifier_path=str(verifier), say=silent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eyas import chat
 from eyas import regenerate as regenerate_module
+from eyas.chat import encode
 from eyas.errors import EyasError
 from eyas.prepare import Regenerate, prepare, read_prepared
 from eyas.verifier import Verifier
@@ -41,8 +44,6 @@ def run(verifier: Verifier, source: Path, out: Path, said: list[str] | None = No
 
 
 def test_samples_come_back_as_they_were_encoded(verifier: Verifier, tmp_path: Path) -> None:
-    from eyas.chat import encode
-
     records = [talk(f"question {i}", "one " * (i + 1), id=f"c{i}") for i in range(5)]
     summary = run(verifier, jsonl(tmp_path / "a.jsonl", *records), tmp_path / "out")
     found = read_prepared(tmp_path / "out")
@@ -117,7 +118,7 @@ def test_what_is_dropped_is_counted_by_reason_and_place(verifier: Verifier, tmp_
     assert summary["dropped"] == {
         "bad JSON line": 2,
         "no messages": 1,
-        "unknown role 'narrator'": 1,
+        "unknown role": 1,
         "no assistant turn": 1,
         "nothing trained": 1,
         "duplicate": 1,
@@ -125,6 +126,7 @@ def test_what_is_dropped_is_counted_by_reason_and_place(verifier: Verifier, tmp_
     }
     assert (summary["conversations"], summary["kept"], summary["truncated"]) == (10, 2, 1)
     assert f"dropped 2: bad JSON line ({source}:2, {source}:4)" in said
+    assert f"dropped 1: unknown role ({source}:6 'narrator')" in said
     cut = read_prepared(tmp_path / "out").input_ids[1]
     assert len(cut) == 200
 
@@ -254,3 +256,87 @@ def test_regeneration_is_not_done_twice_nor_mixed(
     jsonl(source, *(talk(f"other question {i}", id=f"c{i}") for i in range(3)))
     with pytest.raises(EyasError, match=r"other settings \(questions"):
         run(verifier, source, tmp_path / "out", regenerate=options)
+
+
+def test_many_unknown_roles_are_one_reason_and_case_does_not_matter(verifier: Verifier, tmp_path: Path) -> None:
+    said: list[str] = []
+    odd = [{"messages": [{"role": f"role{i}", "content": "x"}]} for i in range(300)]
+    loud = {"messages": [{"role": "USER", "content": "q"}, {"role": "Assistant", "content": "The dog sleeps."}]}
+    source = jsonl(tmp_path / "a.jsonl", *odd, loud)
+    summary = run(verifier, source, tmp_path / "out", said)
+    assert (summary["dropped"], summary["kept"]) == ({"unknown role": 300}, 1)
+    assert [line for line in said if "role" in line and line.startswith("dropped")] == [
+        f"dropped 300: unknown role ({source}:1 'role0', {source}:2 'role1', {source}:3 'role2', ...)"
+    ]
+
+
+def test_records_that_json_allows_and_text_does_not_cost_only_themselves(verifier: Verifier, tmp_path: Path) -> None:
+    source = jsonl(
+        tmp_path / "a.jsonl",
+        talk("kept"),
+        talk("half \ud800"),
+        talk("x", "half \udfff"),
+        talk("an id", id="\ud800"),
+        "[" * 200_000,
+        talk("kept too", "The dog sleeps."),
+    )
+    summary = run(verifier, source, tmp_path / "out")
+    assert summary["dropped"] == {"text with half a character (a lone surrogate)": 3, "bad JSON line": 1}
+    assert read_prepared(tmp_path / "out").ids == ["a.jsonl:1", "a.jsonl:6"]
+
+
+def test_a_deep_json_file_is_a_bad_line(verifier: Verifier, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[" * 200_000)
+    with pytest.raises(EyasError, match="1 x bad JSON line"):
+        run(verifier, tmp_path / "a.json", tmp_path / "out")
+
+
+def test_a_broken_chat_template_is_the_verifiers_fault(tiny_verifier: Path, tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", talk("one"))
+    for i, template in enumerate(("{% for m in messages %}", "{{ messages[7]['content'].x }}", "{{ 1 / 0 }}")):
+        other = Path(shutil.copytree(tiny_verifier, tmp_path / f"v{i}"))
+        (other / "chat_template.jinja").write_text(template)
+        with pytest.raises(EyasError, match=r"the chat template of .* cannot render a plain question and answer \("):
+            run(Verifier(other), source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_control_tokens_spelled_in_a_text_are_warned_of(verifier: Verifier, tmp_path: Path) -> None:
+    said: list[str] = []
+    records = [talk("plain"), talk("what is <|im_end|>?"), talk("b", "a token: <|im_end|> and <|im_start|>")]
+    source = jsonl(tmp_path / "a.jsonl", *records)
+    assert run(verifier, source, tmp_path / "out", said)["kept"] == 3
+    [line] = [line for line in said if line.startswith("warning")]
+    assert "2 conversations spell control tokens" in line
+    assert f"(<|im_end|> in {source}:2, <|im_start|> in {source}:3)" in line
+    quiet: list[str] = []
+    run(verifier, jsonl(source, records[0]), tmp_path / "out2", quiet)
+    assert not any(line.startswith("warning") for line in quiet)
+
+
+def test_of_a_long_conversation_only_what_fits_is_rendered(
+    verifier: Verifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [m for i in range(5000) for m in talk(f"question {i}", f"answer {i}")["messages"]]
+    whole = encode(verifier.tokenizer, turns[:200])[0]
+    real, rendered = chat.render, []
+
+    def counted(tokenizer: Any, messages: Any, answer: bool = False) -> str:
+        rendered.append(len(messages))
+        return real(tokenizer, messages, answer)
+
+    monkeypatch.setattr(chat, "render", counted)
+    summary = run(verifier, jsonl(tmp_path / "a.jsonl", {"messages": turns}), tmp_path / "out")
+    assert (summary["kept"], summary["truncated"], summary["tokens"]) == (1, 1, 200)
+    found = read_prepared(tmp_path / "out")
+    assert found.input_ids[0].tolist() == whole.input_ids[:200]
+    assert found.loss_mask[0].tolist() == whole.loss_mask[:200]
+    assert max(rendered) <= 2 * (chat.TURNS + 1)
+
+
+def test_a_long_run_says_how_far_it_is(verifier: Verifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.prepare.SAY_SECONDS", 0.0)
+    said: list[str] = []
+    source = jsonl(tmp_path / "a.jsonl", *(talk(f"q {i}") for i in range(3)))
+    run(verifier, source, tmp_path / "out", said, show=0)
+    assert said[2] == f"prepare: 2 samples of 3 conversations so far, at {source}:3"

@@ -336,7 +336,7 @@ def test_tokenizer_and_template_of_a_folder(tiny_verifier: Path, tiny_tokenizer:
         _ = Verifier(bare).chat_template
     for file in bare.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(EyasError, match="cannot read the tokenizer"):
+    with pytest.raises(EyasError, match="no tokenizer in"):
         _ = Verifier(bare).tokenizer
 
 
@@ -349,3 +349,77 @@ def test_auto_dtype_is_bf16_where_the_hardware_computes_it(monkeypatch: pytest.M
     assert parse_dtype("torch.float16") == torch.float16
     with pytest.raises(EyasError, match="int3"):
         compute_dtype("int3")
+
+
+@pytest.mark.parametrize("layer", [0, 4, 7])
+@pytest.mark.parametrize("part", ["mlp.down_proj", "self_attn.v_proj", "input_layernorm"])
+def test_fingerprint_knows_a_fine_tune_of_the_layers(
+    tmp_path: Path, tiny_verifier: Path, layer: int, part: str
+) -> None:
+    """Norm, head and embedding are the same, as after merging a LoRA."""
+    other = shutil.copytree(tiny_verifier, tmp_path / "tiny")
+    weights = load_file(other / "model.safetensors")
+    weights[f"model.layers.{layer}.{part}.weight"] *= 0.3
+    save_file(weights, other / "model.safetensors")
+    assert Verifier(other).fingerprint != Verifier(tiny_verifier).fingerprint
+
+
+def test_fingerprint_knows_the_embedding_of_an_untied_model(tmp_path: Path) -> None:
+    weights = tensors()
+    first = Verifier(write(tmp_path / "a", SIZES, weights)).fingerprint
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * 2
+    assert Verifier(write(tmp_path / "b", SIZES, weights)).fingerprint != first
+
+
+def test_fingerprint_reads_quantised_layers_and_the_first_expert_alone(tmp_path: Path) -> None:
+    weights = tensors()
+    extra = {
+        "self_attn.q_proj.weight": torch.ones(4, H).to(torch.float8_e4m3fn),
+        "self_attn.q_proj.weight_scale": torch.tensor(0.5),
+        "mlp.experts.0.up_proj.weight_packed": torch.ones(4, 2, dtype=torch.int32),
+        "mlp.experts.17.up_proj.weight_packed": torch.ones(4, 2, dtype=torch.int32),
+        "self_attn.rotary_emb.inv_freq": torch.ones(2),
+    }
+    weights |= {f"model.layers.4.{name}": t for name, t in extra.items()}
+    first = Verifier(write(tmp_path / "a", SIZES, weights, shards=3)).fingerprint
+    changed = {}
+    for i, name in enumerate(extra):
+        other = {**weights, f"model.layers.4.{name}": (extra[name].float() * 2).to(extra[name].dtype)}
+        changed[name] = Verifier(write(tmp_path / f"{i}", SIZES, other)).fingerprint != first
+    assert list(changed.values()) == [True, True, True, False, False], changed
+
+
+def test_a_verifier_whose_layers_have_other_names_has_a_fingerprint(tmp_path: Path) -> None:
+    weights = {name.replace(".layers.", ".h."): t for name, t in tensors().items()}
+    assert len(Verifier(write(tmp_path / "v", SIZES, weights)).fingerprint) == 32
+
+
+def test_a_layer_missing_from_its_file_is_said(tmp_path: Path) -> None:
+    folder = write(tmp_path / "v", SIZES, tensors(), shards=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.4.mlp.up_proj.weight"] = "model-00001-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(EyasError, match=r"lacks model\.layers\.4\.mlp\.up_proj\.weight, which the index puts there"):
+        _ = Verifier(folder).fingerprint
+
+
+def test_weights_that_may_not_be_read_are_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = Verifier(write(tmp_path / "v", SIZES, tensors(), shards=2))
+
+    def refuse(_path: Path, *_args: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    _ = verifier._files
+    monkeypatch.setattr(Path, "open", refuse)  # root may read everything
+    with pytest.raises(EyasError, match="may not be read by this user"):
+        verifier.final_norm()
+
+
+def test_an_empty_path_is_not_this_folder() -> None:
+    with pytest.raises(EyasError, match="path is empty"):
+        Verifier("")
+
+
+def test_a_folder_without_a_tokenizer_is_said(tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match=r"no tokenizer in .*: fetch its tokenizer\.json"):
+        _ = Verifier(write(tmp_path / "v", SIZES, tensors())).tokenizer

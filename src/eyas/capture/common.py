@@ -5,6 +5,8 @@ The verifier runs here (`local.py`) or in an engine (`vllm.py`); the store, its 
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -21,9 +23,12 @@ from torch import Tensor
 
 from eyas import __version__
 from eyas.errors import EyasError
+from eyas.files import size_text
 from eyas.prepare import Prepared
 from eyas.store import layout
+from eyas.store.index import load_index
 from eyas.store.layout import Manifest
+from eyas.store.reader import torn_files
 from eyas.verifier import Verifier
 
 SAY_SECONDS = 2.0
@@ -33,6 +38,11 @@ NEAR_TIE = 0.01  # of the spread of a row's logits: bfloat16 storage may swap to
 def capture_layers(verifier: Verifier, asked: tuple[int, int, int] | None) -> tuple[int, ...]:
     """HF indices of the four states, the last one included. Raises EyasError for layers that the verifier lacks."""
     n = verifier.config.num_layers
+    if n < 4:
+        raise EyasError(
+            f"{verifier.config.name} has {n} layers: a drafter reads three states below the last one, so eyas needs a"
+            " verifier with 4 layers or more"
+        )
     layers = (*(asked or verifier.config.capture_layers()), n)
     if len(layers) != 4 or not all(0 < a < b for a, b in pairwise(layers)):
         raise EyasError(
@@ -81,8 +91,10 @@ def check_prepared(prepared: Prepared, folder: Path, verifier: Verifier) -> None
         raise EyasError(f"{folder} holds two samples of one id: give every conversation its own")
     whose = prepared.manifest.get("verifier", {})
     if whose.get("fingerprint") not in (None, "", verifier.fingerprint):
+        other = whose.get("name") if whose.get("name") != verifier.config.name else f"another {verifier.config.name}"
         raise EyasError(
-            f"{folder} was prepared for {whose.get('name')}, not for {verifier.config.name}: run eyas prepare again"
+            f"{folder} was prepared for {other}, not for {verifier.config.name} at {verifier.path} (other weights):"
+            " run eyas prepare again"
         )
     for name, ids in zip(prepared.ids, prepared.input_ids, strict=True):
         if len(ids) == 0 or int(np.min(ids)) < 0 or int(np.max(ids)) >= verifier.config.vocab_size:
@@ -93,14 +105,36 @@ def check_prepared(prepared: Prepared, folder: Path, verifier: Verifier) -> None
 
 
 def done_ids(output: Path, manifest: Manifest) -> set[str]:
-    """Ids that the store holds already, before anything is loaded or written. Raises EyasError for another store."""
+    """Ids that the store holds already, before anything is loaded or written.
+
+    Raises EyasError for another store, and for one whose journal names what its files do not hold.
+    """
     if not (output / layout.MANIFEST).exists():
         return set()
     if differences := Manifest.load(output).differences(manifest):
         raise EyasError(
             f"{output} holds states of another capture ({'; '.join(differences)}): name another folder, or delete it"
         )
-    return {r.id for journal in layout.journals(output) for r in layout.read_journal(journal).records}
+    index = load_index(output, layout.parts_count(manifest), layout.STORED_AS[manifest.codec])
+    if torn := torn_files(output, index):
+        i, why = min(torn.items())
+        raise EyasError(
+            f"{output} is damaged: {why}, though its journal names it for {len(torn):,} of {len(index.ids):,} samples"
+            f" ({index.ids[i]}, ...): restore the file, or delete the store and capture again"
+        )
+    return set(index.ids)
+
+
+def check_output(output: Path, prepared_dir: Path) -> None:
+    """EyasError where the store cannot be made, before anything costly: among prepared samples, or no right to."""
+    if output.resolve() == prepared_dir.resolve() or (output / "prepared.parquet").exists():
+        raise EyasError(f"{output} holds prepared samples: name another folder for the store")
+    there = next(p for p in (output, *output.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise EyasError(f"{output} cannot be written: Not a directory: {there}; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        why = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
+        raise EyasError(f"{output} cannot be written: {os.strerror(why)}: {there}; name another folder")
 
 
 def check_space(output: Path, lengths: list[int], manifest: Manifest, say: Callable[[str], None]) -> None:
@@ -110,10 +144,10 @@ def check_space(output: Path, lengths: list[int], manifest: Manifest, say: Calla
     there = next(p for p in (output, *output.absolute().parents) if p.exists())
     free = shutil.disk_usage(there).free
     if lengths:
-        say(f"capture: {sum(lengths):,} tokens take {needed / 1e9:,.1f} GB of the {free / 1e9:,.1f} GB free in {there}")
+        say(f"capture: {sum(lengths):,} tokens take {size_text(needed)} of the {size_text(free)} free in {there}")
     if needed > free:
         raise EyasError(
-            f"{output}: the states of {sum(lengths):,} tokens need {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are"
+            f"{output}: the states of {sum(lengths):,} tokens need {size_text(needed)}, and {size_text(free)} are"
             " free there: make room, name another folder, or prepare less"
         )
 

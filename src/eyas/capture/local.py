@@ -7,7 +7,7 @@ attention mask is needed and the fast causal attention stays in use.
 
 The states prove themselves while they are made: at the first batch and about every tenth of the way, the head must
 rank first, from the stored last state, what the verifier itself ranks first for that sample alone. All states must be
-finite, and none zero, constant or equal to another layer's.
+finite, and none zero, constant or equal to another layer's. A capture that goes on computes one stored sample anew.
 
 Cost: one forward pass without the head, and about 1 % for the checks; memory is four states of one batch beside the
 model. Writing takes under 1 % of the time on a CPU and is not overlapped.
@@ -30,6 +30,7 @@ from eyas.capture.common import (
     Progress,
     capture_layers,
     check_finite,
+    check_output,
     check_prepared,
     check_shape_of,
     check_space,
@@ -44,6 +45,7 @@ from eyas.record.record import Record
 from eyas.store import codecs, layout
 from eyas.store.agreement import top1
 from eyas.store.layout import Manifest
+from eyas.store.reader import StoreSource
 from eyas.store.writer import StoreWriter
 from eyas.verifier import Verifier
 
@@ -51,6 +53,7 @@ CHECKS = 10  # self checks over the whole capture
 CHECK_ROWS = 128  # positions of one sample that the verifier's own logits are computed for
 MUST_AGREE = 0.98
 CALIBRATION_SAMPLES = 64
+MUST_BE_NEAR = 0.1  # relative, of a row; rounding, other batches and 8-bit codecs stay below half of it
 
 
 def capture(
@@ -81,7 +84,8 @@ def capture(
     prepared = read_prepared(Path(prepared_dir))
     output = Path(output_dir)
     check_prepared(prepared, Path(prepared_dir), verifier)
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    check_output(output, Path(prepared_dir))
+    kind = str(pick_device(device))
     number_type = compute_dtype(dtype, kind)
     manifest = replace(
         manifest_of(verifier, prepared, capture_layers(verifier, layers), _extractor(number_type)),
@@ -102,6 +106,8 @@ def capture(
         record.enter("reading verifier")
         say(f"capture: loading {verifier.config.name} ({str(number_type).removeprefix('torch.')}, {kind})")
         run = _Run(verifier, manifest, number_type, kind)
+        if done:
+            run.check_stored(StoreSource(output, verifier.config, verifier.fingerprint))
         progress.start()
         if codec == "int8" and not manifest.channels:
             manifest = replace(manifest, channels=_calibrate(run, prepared, todo, batch_tokens))
@@ -141,15 +147,16 @@ def capture(
 
 
 def goes_on(verifier: Verifier, prepared_dir: Path, output_dir: Path) -> bool:
-    """Whether the store `output_dir` is of these very samples, whole or begun: `capture` would go on with it."""
+    """Whether the store `output_dir` is of these very samples and undamaged, whole or begun: `capture` goes on."""
     if not (output_dir / layout.MANIFEST).exists():
         return False
     dtype = compute_dtype(device=pick_device())
     wanted = manifest_of(verifier, read_prepared(prepared_dir), capture_layers(verifier, None), _extractor(dtype))
     try:
-        return not Manifest.load(output_dir).differences(wanted)
+        done_ids(output_dir, wanted)
     except EyasError:
         return False
+    return True
 
 
 def _extractor(dtype: torch.dtype) -> str:
@@ -219,6 +226,19 @@ class _Run:
                 f" {len(named)} positions: these states are not what the verifier computes; please report this model"
             )
         return share
+
+    def check_stored(self, source: StoreSource) -> None:
+        """EyasError where the verifier does not compute anew what a store that is to be gone on with holds."""
+        i = int(np.argmin(np.abs(source.lengths - CHECK_ROWS)))
+        rows = min(int(source.lengths[i]), CHECK_ROWS)
+        own, there = self.states([source.tokens(i)[0][:rows]])[0], source.states(i, 0, rows)
+        for k, a, b in zip(self.manifest.layers, own.float(), there.float(), strict=True):
+            off = float(((a - b).norm(dim=1) / a.norm(dim=1)).nanmedian())  # rows that the store leaves out are NaN
+            if off > MUST_BE_NEAR:
+                raise EyasError(
+                    f"{source.path} holds states of another verifier: layer {k} of sample {source.ids[i]} is {off:.0%}"
+                    " off what this one computes: name the verifier it was captured from, or another folder"
+                )
 
 
 def _decoder(model: Any, num_layers: int) -> tuple[nn.Module, nn.ModuleList, nn.Module]:

@@ -31,6 +31,7 @@ import xxhash
 from eyas.capture.common import (
     Progress,
     capture_layers,
+    check_output,
     check_prepared,
     check_shape_of,
     check_space,
@@ -107,6 +108,7 @@ def capture(
     prepared = read_prepared(Path(prepared_dir))
     output = Path(output_dir)
     check_prepared(prepared, Path(prepared_dir), verifier)
+    check_output(output, Path(prepared_dir))
     number_type = compute_dtype(dtype, "cuda" if torch.cuda.is_available() else "cpu")
     manifest = manifest_of(
         verifier, prepared, capture_layers(verifier, layers), _extractor(number_type), repr(answers) if answers else ""

@@ -35,7 +35,7 @@ from eyas.drafter.folder import CONFIG, FLOATS, WEIGHTS, DrafterFolder
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.speculators import speculators_config, speculators_name
 from eyas.errors import EyasError
-from eyas.files import refusal
+from eyas.files import refusal, sync_folder
 from eyas.verifier import VerifierConfig
 from eyas.vocab import DraftVocab
 
@@ -167,15 +167,16 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], files: dict[str, Any]
         save_file(tensors, side / WEIGHTS, metadata={"format": "pt"})
         for name, value in files.items():
             (side / name).write_text(json.dumps(value, indent=2) + "\n")
+        (side / WEIGHTS).chmod((side / CONFIG).stat().st_mode)  # safetensors writes for the owner alone
         for path in (*side.iterdir(), side):
-            _sync(path)
+            sync_folder(path)
         if folder.exists():
             folder.rename(old)
             side.rename(folder)
             shutil.rmtree(old)
         else:
             side.rename(folder)
-        _sync(folder.parent)
+        sync_folder(folder.parent)
     except BaseException as e:  # a Ctrl-C, too
         shutil.rmtree(side, ignore_errors=True)
         if old.exists() and not folder.exists():
@@ -183,14 +184,6 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], files: dict[str, Any]
         if not isinstance(e, (OSError, SafetensorError)):
             raise
         raise EyasError(f"cannot write the checkpoint {folder}: {refusal(e)}") from None
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def load_checkpoint(

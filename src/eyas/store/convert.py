@@ -22,6 +22,7 @@ from torch import Tensor
 
 from eyas import __version__
 from eyas.errors import EyasError
+from eyas.files import size_text
 from eyas.store import codecs, layout
 from eyas.store.layout import Manifest
 from eyas.store.reader import Source, StoreSource, open_source
@@ -162,6 +163,6 @@ def _check_space(output: Path, lengths: list[int], manifest: Manifest) -> None:
     free = shutil.disk_usage(output).free
     if needed > free:
         raise EyasError(
-            f"{output}: {sum(lengths):,} tokens need {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free there:"
+            f"{output}: {sum(lengths):,} tokens need {size_text(needed)}, and {size_text(free)} are free there:"
             " make room or name another folder"
         )

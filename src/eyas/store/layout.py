@@ -30,7 +30,7 @@ import numpy.typing as npt
 import xxhash
 
 from eyas.errors import EyasError
-from eyas.files import write_whole
+from eyas.files import sync_folder, write_whole
 
 FORMAT = 1
 PAGE = 4096
@@ -47,7 +47,7 @@ STORED_AS = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8"}  # by c
 class Manifest:
     """What the states of a source are.
 
-    verifier: its name; fingerprint: of its head, norm and sizes ("" where unknown); revision: the hub's, or "".
+    verifier: its name; fingerprint: of its weights and sizes ("" where unknown); revision: the hub's, or "".
     layers: what the states hold, ascending; the last one is the verifier's last state.
     layer_unit: "hf" (k is `hidden_states[k]`, the state after k layers) or, in files that do not say, "position".
     norm_side: "before" or "after" the final norm: the side that the last state is on ("unknown" without a verifier).
@@ -78,7 +78,7 @@ class Manifest:
     def differences(self, other: Manifest) -> list[str]:
         """What keeps the two from sharing a store, as "norm_side before, not after"; the time of creation does not."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "created"]
-        words = {"channels": "the int8 channels have other sizes"}
+        words = {"channels": "the int8 channels have other sizes", "source": "other prepared samples"}
         return [words.get(name, f"{name} {mine}, not {theirs}") for name, mine, theirs in pairs if mine != theirs]
 
     def create(self, folder: Path) -> None:
@@ -333,12 +333,3 @@ def header_entries(
 def header_json(entries: dict[str, dict[str, Any]]) -> bytes:
     whole = {"__metadata__": {"format": "pt", "eyas": str(FORMAT)}, **entries}
     return json.dumps(whole, separators=(",", ":")).encode()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from eyas.errors import EyasError
-from eyas.files import write_whole
+from eyas.files import sync_folder, write_whole
 from eyas.store import layout
 from eyas.store.layout import Manifest, Record
 from eyas.store.reads import Extent, Files, read_bytes
@@ -127,10 +127,10 @@ def _merge_writer(folder: Path, writer: str, output: Path, seen: dict[str, tuple
             done.damaged.append((r.id, why))
             fresh.remove(r)
             del seen[r.id]
-    layout.sync_folder(output)
+    sync_folder(output)
     written = b"".join(r._replace(shard=renamed[r.shard]).line() for r in fresh)
     write_whole(layout.journal_path(output, name), written)
-    layout.sync_folder(output)
+    sync_folder(output)
     done.added += len(fresh)
 
 

@@ -118,7 +118,7 @@ class StoreSource:
         self._stored = layout.STORED_AS[self.manifest.codec]
         index = load_index(path, layout.parts_count(self.manifest), self._stored)
         self.skipped = list(index.broken)
-        faults = self._faults(index)
+        faults = _faults(path, index)
         self.skipped += [(index.ids[i], why) for i, why in sorted(faults.items())]
         if faults:
             index = index.select(np.setdiff1d(np.arange(len(index.ids)), list(faults)))
@@ -128,35 +128,10 @@ class StoreSource:
         self.ids, self.lengths, self.trained, self.needs = index.ids, index.tokens, index.trained, index.needs
         if not self.ids:
             why = f": {self.skipped[0][0]} {self.skipped[0][1]}" if self.skipped else ""
-            raise EyasError(f"store {path} holds no usable sample ({len(self.skipped)} left out{why}): capture first")
+            do = "restore its files, or delete it and capture again" if self.skipped else "capture first"
+            raise EyasError(f"store {path} holds no usable sample ({len(self.skipped)} left out{why}): {do}")
         for i in np.flatnonzero(self.needs == layout.UNKNOWN).tolist():
             self.needs[i] = layout.needs_tokens(self.tokens(i)[1])
-
-    def _faults(self, index: Index) -> dict[int, str]:
-        """Samples that are left out, and why."""
-        shard = np.array([_size(str(self.path / name)) for name in index.shards], dtype=np.int64)
-        text = np.array([_size(str(layout.tokens_path(self.path, w))) for w in index.writers], dtype=np.int64)
-        have = shard[index.shard] if len(shard) else index.shard
-        wrong = {int(i): "has no trained token" for i in np.flatnonzero(index.trained == 0)}
-        short = have < (index.offset + index.nbytes).max(axis=1, initial=0)
-        for i in np.flatnonzero(short).tolist():
-            name = index.shards[index.shard[i]]
-            wrong.setdefault(i, f"{name} is missing" if have[i] < 0 else f"{name} is truncated at byte {have[i]}")
-        if len(text):
-            for i in np.flatnonzero(
-                text[index.writer] < index.text_offset + index.tokens * layout.BYTES_PER_TOKEN
-            ).tolist():
-                wrong.setdefault(i, "its tokens file is truncated")
-        listed = layout.quarantined(self.path)
-        if listed:
-            wrong |= {i: f"is in quarantine ({listed[name]})" for i, name in enumerate(index.ids) if name in listed}
-        seen: set[str] = set()
-        for i in np.flatnonzero(index.again).tolist():
-            if index.ids[i] in seen:
-                wrong[i] = "is in the store twice"
-            elif i not in wrong:
-                seen.add(index.ids[i])
-        return wrong
 
     @property
     def records(self) -> list[Record]:
@@ -231,6 +206,39 @@ class StoreSource:
 
     def nbytes(self, i: int) -> int:
         return int(self._index.nbytes[i].sum())
+
+
+def torn_files(path: Path, index: Index) -> dict[int, str]:
+    """Samples of the index whose shard or tokens file is not there, or too short for them, and which it is."""
+    shard = np.array([_size(str(path / name)) for name in index.shards], dtype=np.int64)
+    text = np.array([_size(str(layout.tokens_path(path, w))) for w in index.writers], dtype=np.int64)
+    have = shard[index.shard] if len(shard) else index.shard
+    wrong: dict[int, str] = {}
+    short = have < (index.offset + index.nbytes).max(axis=1, initial=0)
+    for i in np.flatnonzero(short).tolist():
+        name = index.shards[index.shard[i]]
+        wrong[i] = f"{name} is missing" if have[i] < 0 else f"{name} is truncated at byte {have[i]}"
+    if len(text):
+        short = text[index.writer] < index.text_offset + index.tokens * layout.BYTES_PER_TOKEN
+        for i in np.flatnonzero(short).tolist():
+            wrong.setdefault(i, "its tokens file is truncated")
+    return wrong
+
+
+def _faults(path: Path, index: Index) -> dict[int, str]:
+    """Samples that are left out, and why."""
+    wrong = {int(i): "has no trained token" for i in np.flatnonzero(index.trained == 0)}
+    wrong = torn_files(path, index) | wrong
+    listed = layout.quarantined(path)
+    if listed:
+        wrong |= {i: f"is in quarantine ({listed[name]})" for i, name in enumerate(index.ids) if name in listed}
+    seen: set[str] = set()
+    for i in np.flatnonzero(index.again).tolist():
+        if index.ids[i] in seen:
+            wrong[i] = "is in the store twice"
+        elif i not in wrong:
+            seen.add(index.ids[i])
+    return wrong
 
 
 def _size(path: str) -> int:

@@ -27,6 +27,7 @@ import torch
 import xxhash
 
 from eyas.errors import EyasError
+from eyas.files import sync_folder
 from eyas.store import codecs, layout
 from eyas.store.layout import Manifest, Part, Record
 
@@ -80,6 +81,7 @@ class StoreWriter:
         self._fds = contextlib.ExitStack()
         self._pending: list[Record] = []  # written, not yet in the journal
         self._pending_bytes = 0
+        self._journal_end = 0
         self._committed_at = time.monotonic()
         self._broken = False  # a sync failed: the kernel may have dropped pages, so nothing more is recorded
         self._shard: int | None = None  # file descriptor of the open shard
@@ -93,7 +95,7 @@ class StoreWriter:
                 self._journal = self._open(layout.journal_path(self.path, writer))
                 self._lock()
                 self._text = self._open(layout.tokens_path(self.path, writer))
-                layout.sync_folder(self.path)
+                sync_folder(self.path)
                 self._resume()
             except BaseException:
                 self._fds.close()
@@ -141,7 +143,8 @@ class StoreWriter:
         self._text_end = max((r.text_end for r in records), default=0)
         if os.fstat(self._text).st_size < self._text_end:
             raise EyasError(
-                f"{layout.tokens_path(self.path, self.writer)} is shorter than its journal says: restore it"
+                f"{layout.tokens_path(self.path, self.writer)} is shorter than its journal says: restore it, or delete"
+                " the store and capture again"
             )
         os.ftruncate(self._journal, self._journal_end)
         os.ftruncate(self._text, self._text_end)
@@ -153,7 +156,10 @@ class StoreWriter:
             return  # it was closed; the next sample begins another
         part = self.path / (name + layout.OPEN_SUFFIX)
         if not part.exists():
-            raise EyasError(f"{self.path}: {name} is missing, though its journal names it: restore it")
+            raise EyasError(
+                f"{self.path}: {name} is missing, though its journal names it: restore it, or delete the store and"
+                " capture again"
+            )
         self._shard_name, self._shard_records = name, [r for r in records if r.shard == name]
         self._end = max(r.end for r in self._shard_records)
         self._shard = os.open(part, os.O_RDWR | os.O_CLOEXEC)
@@ -172,7 +178,7 @@ class StoreWriter:
         self._end = self._data_start = self.header_bytes
         # The length of the header is there from the start, so that a resume need not know how much was reserved.
         write_all(self._shard, 0, [struct.pack("<Q", self.header_bytes - 8)])
-        layout.sync_folder(self.path)
+        sync_folder(self.path)
         return self._shard
 
     # Writing
@@ -291,7 +297,7 @@ class StoreWriter:
             os.fsync(self._shard)
             part = self.path / (self._shard_name + layout.OPEN_SUFFIX)
             part.rename(self.path / self._shard_name)
-            layout.sync_folder(self.path)
+            sync_folder(self.path)
         os.close(self._shard)
         self._shard = None
 
@@ -337,9 +343,12 @@ class StoreWriter:
         try:
             yield
         except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            do = "Make room" if full else "Make it writable"
+            kept = " What is recorded there is whole." if self._journal_end else ""
             raise EyasError(
-                f"{self.path} cannot be written: {error.strerror}. What is recorded there is whole: make room or choose"
-                " another folder, and run the same command again"
+                f"{self.path} cannot be written: {error.strerror}.{kept} {do} or choose another folder, and"
+                " run the same command again"
             ) from error
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from eyas.config import TrainConfig
 from eyas.errors import EyasError
-from eyas.files import refusal, write_whole
+from eyas.files import refusal, sync_folder, write_whole
 from eyas.store.reader import Source
 from eyas.train.parallel import Ranks
 from eyas.verifier import Verifier
@@ -192,12 +192,12 @@ class States:
             files = {p.name: p.stat().st_size for p in side.iterdir()}
             text = json.dumps({"format": FORMAT, **about, "files": files}, indent=1, ensure_ascii=False) + "\n"
             write_whole(side / STATE, text.encode())
-            _sync(side)
+            sync_folder(side)
             folder = side.with_name(side.name[1:])
             if folder.exists():
                 _remove(folder)
             side.rename(folder)
-            _sync(self.folder)
+            sync_folder(self.folder)
             for old in by_step(self.folder)[: -self.keep]:
                 _remove(old)
             after()
@@ -271,14 +271,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _reason(e: BaseException) -> str:
