@@ -137,7 +137,7 @@ def test_an_interrupted_export_leaves_the_one_before(
 ) -> None:
     assert eyas("export", run, "--output-dir", tmp_path / "out").code == 0
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    interrupt_in(monkeypatch, "eyas.drafter.checkpoint._sync", signal.SIGTERM)
+    interrupt_in(monkeypatch, "eyas.drafter.checkpoint.sync_folder", signal.SIGTERM)
     assert eyas("export", run, "--output-dir", tmp_path / "out", "--dtype", "fp32").code == 143
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
