@@ -113,10 +113,8 @@ def test_an_export_that_may_not_be_written_is_not_told_to_free_space(
     with pytest.raises(EyasError) as caught:
         export(folder, tmp_path / "out", verifier_path=str(verifier), say=silent)
     out = tmp_path / "out"
-    assert (
-        str(caught.value)
-        == f"cannot write the checkpoint {out}: Permission denied: name another folder, or change this one's permissions"
-    )
+    do = "name another folder, or change this one's permissions"
+    assert str(caught.value) == f"cannot write the checkpoint {out}: Permission denied: {do}"
 
 
 def test_an_export_of_either_form_replaces_the_other_and_nothing_else(verifier: Path, tmp_path: Path) -> None:
