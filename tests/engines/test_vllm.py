@@ -62,6 +62,7 @@ def simulated(
     from eyas.capture.local import capture
     from eyas.drafter.checkpoint import load_checkpoint
     from eyas.evaluate.run import offline
+    from eyas.record.record import Record
     from eyas.store.reader import open_source
 
     work = tmp_path_factory.mktemp("simulated")
@@ -74,7 +75,9 @@ def simulated(
     everything, longest = list(range(len(source.ids))), int(source.lengths.max())
     found = {}
     for k in DRAFT_TOKENS:
-        figures = offline(drafter.eval(), vocabulary, verifier, source, everything, longest, k, torch.float32)
+        figures = offline(
+            drafter.eval(), vocabulary, verifier, source, everything, longest, k, torch.float32, Record(None)
+        )
         assert figures is not None
         found[k] = figures.accept_length_greedy
     return found

@@ -179,13 +179,15 @@ def _data_files(folder: Path) -> list[Path]:
 def _real_steps(asked: Asked, say: Callable[[str], None]) -> dict[str, float]:
     """Seconds of a training step and of a reading thread for its batch, from a few real ones on this machine."""
     import statistics
+    import tempfile
     import time
 
     from eyas.train.batches import load_batch
     from eyas.train.loop import Run
 
     c = asked.config
-    run = Run(c.model_copy(update={"output_dir": Path(os.devnull)}), lambda _line: None)  # it keeps nothing
+    with tempfile.TemporaryDirectory() as nowhere:  # the run keeps nothing
+        run = Run(c.model_copy(update={"output_dir": Path(nowhere)}), lambda _line: None)
     packs = run.epochs[0][: asked.steps + 2]
     say(f"plan: taking {len(packs)} real steps on {run.device}")
     steps, reads, tokens = [], [], []
