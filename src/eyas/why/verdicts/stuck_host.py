@@ -21,6 +21,7 @@ from eyas.why.verdicts.base import (
 from eyas.why.verdicts.phases import memory_runs_away
 
 _REMOTE = ("nfs", "fuse", "lustre")
+HABIT = 8  # progress lines
 
 
 def filesystem(look: Look) -> Case | None:
@@ -235,7 +236,8 @@ def livelock(look: Look) -> Case | None:
     case = stuck(look, "stuck.livelock")
     one = spins[0]
     case.who, case.pids = one.label, [one.pid]
-    late = f.overdue
+    # The first lines of a run come from steps that are unlike the rest: so few of them are no habit to be late by.
+    late = f.overdue if f.log is not None and f.log.progress_lines >= HABIT else None
     if late is not None and one.critical.cpu is not None:
         late *= one.critical.cpu / max(one.critical.ready, 0.01)  # a crowd on the CPUs makes any loop late
     case.yes(True, 1, f"its main thread wants a CPU {100 * one.critical.ready:.0f} % of the time", "stat")
