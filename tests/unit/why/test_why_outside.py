@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 from pathlib import Path
@@ -65,3 +66,15 @@ def test_an_endless_loop_is_called_so_only_without_numerical_libraries_or_after_
     assert judge(snap).state == "quiet"
     main["libs"] = []
     assert judge(snap).verdict == "stuck.livelock"
+
+
+@pytest.mark.parametrize(("lines", "habit"), [(200, True), (3, False)])
+def test_a_log_is_late_by_a_habit_not_by_its_first_lines(lines: int, habit: bool) -> None:
+    """A spinning main thread and no line for 20 min, after lines every two seconds. Many of them are a habit; three
+    may be the quick steps before the long ones."""
+    snap = copy.deepcopy(load(CORPUS / "D16.json")["snapshot"])
+    log = snap["logs"][0]
+    kept = b"".join(base64.b64decode(log["tail"]["b64"]).splitlines(keepends=True)[-lines:])
+    log.update(tail={"offset": 0, "b64": base64.b64encode(kept).decode()}, size=len(kept), growth=[len(kept)] * 3)
+    found = judge(snap)
+    assert (found.verdict == "stuck.livelock") == habit, [(c.verdict, c.score) for c in found.cases[:4]]
