@@ -38,10 +38,9 @@ from eyas.store import layout
 from eyas.store.agreement import PLAUSIBLE, top1
 from eyas.store.costs import costs
 from eyas.store.reader import Source, StoreSource, open_source
-from eyas.store.scan import scan
+from eyas.store.scan import Progress, scan
 from eyas.verifier import FinalNorm, Verifier
 
-SAY_SECONDS = 2.0
 SKETCH = 16  # random directions that stand for a row of states
 ROW_DIFFERS = 0.25  # of its size; the same row out of other batches differs by a hundredth
 AGREEMENT_SAMPLES = 256  # looked at through the head
@@ -172,8 +171,7 @@ def _quarantine(path: Path, findings: list[Finding]) -> str:
 def _look_at_all(source: Source, threads: int, say: Callable[[str], None]) -> list[_Look]:
     directions = torch.randn(source.manifest.hidden_size, SKETCH, generator=torch.Generator().manual_seed(0))
     looks: list[_Look] = []
-    started = said = time.monotonic()
-    nbytes, whole = 0, sum(source.nbytes(i) for i in range(len(source.ids)))
+    progress = Progress("check", source, range(len(source.ids)), say)
 
     def work(i: int, layers: Sequence[Tensor]) -> _Look:
         return _look(source, i, layers, directions)
@@ -182,12 +180,7 @@ def _look_at_all(source: Source, threads: int, say: Callable[[str], None]) -> li
         if isinstance(look, EyasError):
             look = _Look([Finding(source.ids[i], "unreadable", str(look))])
         looks.append(look)
-        nbytes += source.nbytes(i)
-        now = time.monotonic()
-        if now - said >= SAY_SECONDS:
-            said, rate = now, nbytes / (now - started)
-            left = (whole - nbytes) / rate
-            say(f"check {len(looks):,}/{len(source.ids):,} samples · {rate / 1e6:,.0f} MB/s · {left:,.0f} s left")
+        progress.add(i)
     return looks
 
 

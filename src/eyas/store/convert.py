@@ -26,11 +26,9 @@ from eyas.files import size_text
 from eyas.store import codecs, layout
 from eyas.store.layout import Manifest
 from eyas.store.reader import Source, StoreSource, open_source
-from eyas.store.scan import scan
+from eyas.store.scan import Progress, scan
 from eyas.store.writer import Stored, StoreWriter
 from eyas.verifier import Verifier
-
-SAY_SECONDS = 2.0
 
 
 def convert(
@@ -135,8 +133,7 @@ def _copy(
 ) -> list[tuple[str, str]]:
     """Append the samples `todo`; returns (sample, why) of those that could not be read."""
     lost: list[tuple[str, str]] = []
-    started = said = time.monotonic()
-    nbytes, whole = 0, sum(source.nbytes(i) for i in todo)
+    progress = Progress("convert", source, todo, say)
 
     def encode(i: int, layers: Sequence[Tensor]) -> Stored | EyasError:
         try:
@@ -144,17 +141,12 @@ def _copy(
         except EyasError as error:
             return error
 
-    for number, (i, stored) in enumerate(scan(source, todo, encode, threads), start=1):
+    for i, stored in scan(source, todo, encode, threads):
         if isinstance(stored, EyasError):
             lost.append((source.ids[i], str(stored)))
         else:
             writer.add(source.ids[i], *source.tokens(i), stored)
-        nbytes += source.nbytes(i)
-        now = time.monotonic()
-        if now - said >= SAY_SECONDS:
-            said, rate = now, nbytes / (now - started)
-            left = (whole - nbytes) / rate
-            say(f"convert {number:,}/{len(todo):,} samples · {rate / 1e6:,.0f} MB/s · {left:,.0f} s left")
+        progress.add(i)
     return lost
 
 

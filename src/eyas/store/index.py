@@ -24,6 +24,7 @@ import xxhash
 from eyas.errors import EyasError
 from eyas.files import write_whole
 from eyas.store import layout
+from eyas.store.kept import pack, unpack
 from eyas.store.layout import Part, Record
 
 KEPT = ".index.safetensors"
@@ -150,11 +151,8 @@ def _places(folder: Path) -> tuple[Path, Path]:
 
 
 def _keep(folder: Path, index: Index, key: str) -> None:
-    from safetensors.numpy import save
-
-    arrays = index.arrays()
-    said = {"key": key, "names": json.dumps([index.ids, index.shards, index.writers, index.broken])}
-    data = bytes(save(arrays, metadata={**said, "check": _check(arrays, said)}))
+    names = json.dumps([index.ids, index.shards, index.writers, index.broken])
+    data = pack(index.arrays(), {"names": names}, key)
     for place in _places(folder):
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -165,25 +163,12 @@ def _keep(folder: Path, index: Index, key: str) -> None:
 
 
 def _kept(place: Path, key: str) -> Index | None:
-    from safetensors import SafetensorError, safe_open
-
+    found = unpack(place, key)
+    if found is None:
+        return None
+    arrays, said = found
     try:
-        with safe_open(place, framework="numpy") as file:
-            said = dict(file.metadata() or {})
-            if said.get("key") != key:
-                return None
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if said.pop("check") != _check(arrays, said):
-            return None
         ids, shards, writers, broken = json.loads(said["names"])
         return Index(ids, shards, writers, [(name, why) for name, why in broken], **arrays)
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError):  # an earlier layout
         return None
-
-
-def _check(arrays: dict[str, npt.NDArray[Any]], said: dict[str, str]) -> str:
-    digest = xxhash.xxh3_64(json.dumps(said, sort_keys=True).encode())
-    for name in sorted(arrays):
-        digest.update(f"{name}{arrays[name].dtype}{arrays[name].shape}".encode())
-        digest.update(np.ascontiguousarray(arrays[name]).data)
-    return digest.hexdigest()

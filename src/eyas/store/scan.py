@@ -7,6 +7,7 @@ ones are lost, by name. Cost: that of the read path, and `threads` + 1 groups of
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,29 @@ from eyas.store.readpath import ReadPath
 
 GROUP_BYTES = 64 << 20
 
+SAY_SECONDS = 2.0
+
 Result = TypeVar("Result")
+
+
+class Progress:
+    """Says how far a scan is, every SAY_SECONDS. what: the word that its lines begin with."""
+
+    def __init__(self, what: str, source: Source, todo: Sequence[int], say: Callable[[str], None]) -> None:
+        self.what, self.source, self.say = what, source, say
+        self.samples, self.whole = len(todo), sum(source.nbytes(i) for i in todo)
+        self.done = self.nbytes = 0
+        self.started = self.said = time.monotonic()
+
+    def add(self, i: int) -> None:
+        """Sample i is done."""
+        self.done, self.nbytes = self.done + 1, self.nbytes + self.source.nbytes(i)
+        now = time.monotonic()
+        if now - self.said >= SAY_SECONDS:
+            self.said, rate = now, self.nbytes / (now - self.started)
+            left = (self.whole - self.nbytes) / rate
+            place = f"{self.done:,}/{self.samples:,} samples"
+            self.say(f"{self.what} {place} · {rate / 1e6:,.0f} MB/s · {left:,.0f} s left")
 
 
 def scan(

@@ -90,6 +90,9 @@ class Run:
         self.batch_tokens = config.batch_tokens or config.max_seq_len
         self.epochs = [self._packs(epoch) for epoch in range(config.epochs)]
         self.packs = sum(map(len, self.epochs))
+        alone = config.ttt_warmup_epochs if config.ttt_steps > 1 else 0  # epochs of step 0 alone
+        self.costs = [WARMUP_COST if epoch < alone else 1.0 for epoch in range(config.epochs)]
+        self.work = sum(cost * len(packs) for cost, packs in zip(self.costs, self.epochs, strict=True))
         self.per_step = config.grad_accumulation * self.ranks.world
         self.total = sum(math.ceil(len(packs) / self.per_step) for packs in self.epochs)
         self.identity = identity(config, self.verifier, self.source, self.vocab, self.dtype)
@@ -283,11 +286,10 @@ class Run:
 
     def _share_done(self) -> float:
         """Of the whole run's work: an epoch of step 0 alone costs less than one of all steps."""
-        c, at = self.config, self.at
-        cost = [WARMUP_COST if e < c.ttt_warmup_epochs and c.ttt_steps > 1 else 1.0 for e in range(c.epochs)]
-        work = [w * len(packs) for w, packs in zip(cost, self.epochs, strict=True)]
+        at, cost = self.at, self.costs
         begun = cost[at.epoch] * at.position if at.position else 0.0
-        return (sum(work[: at.epoch]) + begun) / sum(work)
+        done = sum(cost[e] * len(self.epochs[e]) for e in range(at.epoch))
+        return (done + begun) / self.work
 
     def _step(self, epoch: int, indices: list[int], K: int, batches: Iterator[Batch]) -> dict[str, Any] | None:
         """One optimiser step over the packs `indices` of the epoch, of which every rank takes each W-th.

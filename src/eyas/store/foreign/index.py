@@ -29,6 +29,7 @@ import xxhash
 from eyas.errors import EyasError
 from eyas.files import write_whole
 from eyas.store.foreign.torchzip import Unreadable
+from eyas.store.kept import pack, unpack
 from eyas.store.layout import needs_tokens
 
 KEPT_NAME = ".eyas-index.safetensors"
@@ -223,34 +224,19 @@ def _index_of(names: list[str], broken: list[tuple[str, str]], found: list[Found
 
 
 def _bytes(index: Index, key: str) -> bytes:
-    from safetensors.numpy import save
-
-    arrays = {name: np.ascontiguousarray(getattr(index, name)) for name in _ARRAYS}
-    said = {name: json.dumps(getattr(index, name)) for name in ("names", "files", "broken")} | {"key": key}
-    return bytes(save(arrays, metadata={**said, "check": _check(arrays, said)}))
-
-
-def _check(arrays: dict[str, npt.NDArray[Any]], said: dict[str, str]) -> str:
-    digest = xxhash.xxh3_64(json.dumps(said, sort_keys=True).encode())
-    for name in sorted(arrays):
-        digest.update(arrays[name].tobytes())
-    return digest.hexdigest()
+    arrays = {name: getattr(index, name) for name in _ARRAYS}
+    return pack(arrays, {name: json.dumps(getattr(index, name)) for name in ("names", "files", "broken")}, key)
 
 
 def _kept(path: Path, key: str) -> Index | None:
-    from safetensors import SafetensorError, safe_open
-
+    found = unpack(path, key)
+    if found is None:
+        return None
+    arrays, said = found
     try:
-        with safe_open(path, framework="numpy") as file:
-            said = dict(file.metadata() or {})
-            if said.get("key") != key:
-                return None
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if said.pop("check") != _check(arrays, said):
-            return None
         names, files, broken = (json.loads(said[name]) for name in ("names", "files", "broken"))
         return Index(names, files, [(n, r) for n, r in broken], **arrays)
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError):  # an earlier layout
         return None
 
 
