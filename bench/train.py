@@ -42,7 +42,7 @@ from eyas.drafter.loss import head_loss
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.plan import Plan, make_plan
 from eyas.drafter.start import start_random
-from eyas.train.optim import make_optimiser
+from eyas.train.optim import make_optimisers
 
 OUT = Path("bench/out/train.json")
 DOCUMENTS, LENGTH, ANSWER, STEPS = 4, 512, 307, 3
@@ -90,7 +90,7 @@ class Trainer:
         counts = torch.tensor([len(rows) for rows in self.plan.trained])
         self.weight = (1 / (counts * steps))[self.plan.loss_step]
         config = {"verifier_path": ".", "data_dir": ".", "output_dir": ".", "lr": 1e-4}
-        self.optimiser = make_optimiser(self.drafter, load_config(config))
+        [self.optimiser] = make_optimisers(self.drafter, load_config(config))
 
     def loss(self) -> Tensor:
         """Mean of the steps' mean KL, with its graph."""
