@@ -31,6 +31,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `eyas` does, before torch is imported
+
 import numpy as np
 import torch
 import torch.nn.functional as F

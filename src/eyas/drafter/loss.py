@@ -27,7 +27,7 @@ from torch import Tensor
 from eyas.drafter.precision import wide
 
 CHUNK = 256  # targets whose logits exist at a time
-BLOCK = 1 << 17  # fp32 numbers of the verifier's rows in one pass, 512 KiB; the drafter's are K times as many
+BLOCK = 1 << 18  # fp32 numbers of the verifier's rows in one pass, 1 MiB; the drafter's are K times as many
 GROUP = 64
 SLICE = 1 << 14  # columns of the whole vocabulary at a time
 TINY = 1e-30

@@ -297,7 +297,7 @@ def _unfold(weights: Weights, settings: Settings, d: Folded) -> Weights:
 
     def part(g: Tensor, weight: Tensor, which: int, norm: Tensor, by: float, out: Tensor) -> None:
         torch.mul(g, norm * by, out=out)
-        norms[which] += torch.einsum("ch,ch->h", g.to(weight.dtype), weight).mul_(by)
+        norms[which] += torch.mul(weight, g).sum(0).mul_(by)
 
     grads = []
     H = len(weights.fc)
