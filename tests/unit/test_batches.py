@@ -153,6 +153,24 @@ def test_any_number_of_threads_gives_the_same_batches_in_the_same_order(source: 
     assert loader.nbytes == 2 * sum(b.nbytes for b in expected)
 
 
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("group", [1, 3, 5])
+def test_the_first_batch_of_a_step_says_what_all_of_its_packs_train(source: Source, threads: int, group: int) -> None:
+    def trained(samples: list[int], k: int) -> int:
+        masks = [source.tokens(i)[1][:50] for i in samples]
+        return sum(int((mask[1 + k : -1] & mask[2 + k :]).sum()) for mask in masks)
+
+    packs = pack(epoch_order(list(range(12)), 0, 0), source.lengths, 60, 50)[1:]
+    for start in (0, 1):  # a step that is gone on from begins anew there
+        loader = Loader(source, packs, 3, 50, threads, start=start, group=group)
+        loader.reads.memory = 1  # no room to read ahead: what a step trains is known all the same
+        loader.depth.memory = 1
+        for i, batch in enumerate(loader, start=start):
+            rest = packs[i : start + (i - start) // group * group + group]
+            assert batch.trained == [sum(trained(samples, k) for samples in rest) for k in range(3)]
+            assert batch.trained[0] > 0
+
+
 @pytest.mark.parametrize("threads", [0, 3])
 def test_a_damaged_sample_stops_the_loader_with_its_name(tmp_path: Path, threads: int) -> None:
     source = write_store(tmp_path / "store", [answer(3, 20)] * 6)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
-import numpy as np
 import pytest
 import torch
 
 from eyas.config import TrainConfig
-from eyas.drafter.plan import make_plan
 from eyas.errors import EyasError
 from eyas.train import stop
-from eyas.train.objective import pack_seed, trained_positions
+from eyas.train.objective import pack_seed
 from eyas.train.optim import check_optimiser, learning_rate
 from eyas.train.parallel import Ranks, held_back, whole
 
@@ -75,19 +73,6 @@ def test_the_learning_rate_of_large_steps_is_that_of_the_packs_they_take() -> No
     assert [learning_rate(done, 100, c, 4) for done in (0, 4, 8)] == pytest.approx([0.4, 0.8, 1.0])
     for done in range(12, 100, 4):
         assert learning_rate(done, 100, c, 4) == learning_rate(done, 100, c)
-
-
-def test_positions_counted_from_masks_are_those_that_the_plan_trains() -> None:
-    generator = np.random.default_rng(0)
-    masks = [generator.random(size) < 0.6 for size in (5, 40, 17, 3)]
-
-    class Source:
-        def tokens(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-            return np.arange(len(masks[i]), dtype=np.int32), masks[i]
-
-    plan = make_plan([(ids[:20], mask[:20]) for ids, mask in (Source().tokens(i) for i in range(4))], 3)
-    counts = trained_positions(Source(), [0, 1, 2, 3], 3, 20)  # type: ignore[arg-type]
-    assert counts == [len(rows) for rows in plan.trained] and counts[0] > 10
 
 
 def test_every_pack_has_a_seed_of_its_own() -> None:

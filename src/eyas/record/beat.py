@@ -50,6 +50,7 @@ FIXED_PHASES = (
     "saving",
     "finishing",
     "computing",  # inside the loop and in no other phase
+    "waiting for ranks",
 )
 SHM = Path("/dev/shm")
 
@@ -107,6 +108,27 @@ class Beat:
         if self.path is not None:
             with contextlib.suppress(OSError):
                 self.path.unlink()
+
+
+def file_name(rank: int) -> str:
+    """The beat's name in the run directory."""
+    return "beat" if rank == 0 else f"beat.{rank}"
+
+
+def keep(folder: Path | None, rank: int, place: Path, memory: mmap.mmap) -> None:
+    """Remove the record at `place`, and leave a plain copy in the run directory where its link was. Never raises."""
+    link = folder / file_name(rank) if folder is not None else None
+    with contextlib.suppress(OSError):
+        if link is not None and link.is_symlink() and os.readlink(link) == str(place):  # noqa: PTH115
+            side = link.with_name(f".{link.name}")
+            try:
+                side.write_bytes(bytes(memory[:SIZE]))
+                side.replace(link)
+            except OSError:  # a full disk: no half record, and no link that leads nowhere
+                side.unlink(missing_ok=True)
+                link.unlink()
+    with contextlib.suppress(OSError):
+        place.unlink()
 
 
 def starttime(pid: int | str = "self") -> int:

@@ -9,6 +9,9 @@ pack when the next sample does not fit leaves about half a sample of it empty.
 
 Threads, not processes: they read into reused buffers (the GIL is released while they do), and no tensor crosses a
 process boundary. How many packs are under way follows from what reading and a step take, within a memory budget.
+
+A pack is planned before it is read, and the packs of one optimiser step are planned together: what all of them train is
+known at the first of them, from tokens that the threads have read, and the loop's own thread reads nothing.
 """
 
 from __future__ import annotations
@@ -38,19 +41,29 @@ AHEAD_OF_SLOWEST = 4  # so many of them are covered by packs under way
 
 
 @dataclass
-class Pack:
-    """One pack as it was read.
+class Planned:
+    """One pack before its states are read.
 
-    tokens: packed tokens, the untouched ones included; lengths: of each sample;
+    lengths: tokens of each sample;
     kept: for each sample, where in the last layer the row of each token is, or None where every token has one.
     """
 
     plan: Plan
-    loaded: Loaded
     samples: list[int]
-    tokens: int
     lengths: list[int]
     kept: list[np.ndarray] | None
+
+    @property
+    def trained(self) -> list[int]:
+        """[K] positions that TTT step k trains."""
+        return [len(rows) for rows in self.plan.trained]
+
+
+@dataclass
+class Pack(Planned):
+    """One pack as it was read."""
+
+    loaded: Loaded
 
 
 @dataclass
@@ -60,6 +73,7 @@ class Batch:
     states: [T, 3 Ht] the verifier's low, middle and high state at the plan's key rows
     last: [R, Ht] its last state at the plan's target rows
     samples: indices into the source; tokens: packed tokens, the untouched ones included; nbytes: read from the store
+    trained: [K] positions that TTT step k trains, in this pack and in what is left of its group (`Loader`)
     """
 
     plan: Plan
@@ -68,6 +82,7 @@ class Batch:
     samples: list[int]
     tokens: int
     nbytes: int
+    trained: list[int]
 
 
 def split_samples(ids: list[str], val_ratio: float, seed: int) -> tuple[list[int], list[int]]:
@@ -127,17 +142,21 @@ def shard_packs(packs: list[list[int]], rank: int, world: int) -> list[list[int]
     return packs[rank : len(packs) // world * world : world]
 
 
-def load_pack(reads: ReadPath, samples: list[int], steps: int, max_seq_len: int) -> Pack:
-    """Plan and states of one pack. Raises EyasError naming the sample when its data is not what the index says."""
+def plan_pack(source: Source, samples: list[int], steps: int, max_seq_len: int) -> Planned:
+    """The plan of one pack, from its tokens and loss masks. Raises EyasError naming a sample that cannot be read."""
     documents = []
     for i in samples:
-        ids, mask = reads.source.tokens(i)
+        ids, mask = source.tokens(i)
         documents.append((ids[:max_seq_len], mask[:max_seq_len]))
-    rows = [len(ids) for ids, _ in documents]
     kept = None
-    if reads.source.manifest.last_rows == "trained":
+    if source.manifest.last_rows == "trained":
         kept = [np.cumsum(mask) - 1 for _, mask in documents]
-    return Pack(make_plan(documents, steps), reads.load(samples, rows), samples, sum(rows), rows, kept)
+    return Planned(make_plan(documents, steps), samples, [len(ids) for ids, _ in documents], kept)
+
+
+def load_pack(reads: ReadPath, planned: Planned) -> Pack:
+    """The pack with its states. Raises EyasError naming the sample when its data is not what the index says."""
+    return Pack(**vars(planned), loaded=reads.load(planned.samples, planned.lengths))
 
 
 def assemble(pack: Pack, into: Ring | Tensor) -> Batch:
@@ -165,7 +184,7 @@ def assemble(pack: Pack, into: Ring | Tensor) -> Batch:
         at = targets[first_target:stop_target] - first
         _take(last[first_target:stop_target], layers[3], at if pack.kept is None else pack.kept[b][at])
         first, first_target = stop, stop_target
-    return Batch(plan, states, last, pack.samples, pack.tokens, pack.loaded.nbytes)
+    return Batch(plan, states, last, pack.samples, sum(pack.lengths), pack.loaded.nbytes, pack.trained)
 
 
 def _copy(into: Tensor, rows: Tensor) -> None:
@@ -189,15 +208,17 @@ def _take(into: Tensor, rows: Tensor, at: np.ndarray) -> None:
 def load_batch(source: Source | ReadPath, samples: list[int], steps: int, max_seq_len: int) -> Batch:
     """Read one pack. Raises EyasError naming the sample when its data is not what the index says."""
     reads = source if isinstance(source, ReadPath) else ReadPath(source)
-    return assemble(load_pack(reads, samples, steps, max_seq_len), reads.batches)
+    return assemble(load_pack(reads, plan_pack(reads.source, samples, steps, max_seq_len)), reads.batches)
 
 
 @dataclass
 class _UnderWay:
-    """A pack that is being read; `future` brings a Batch, or a Pack while it has not been sent to the device."""
+    """A pack that is being planned, and then read; `future` brings a Batch, or a Pack while it has not been sent to the
+    device, and is None before its turn to be read."""
 
     samples: list[int]
-    future: Future[Any]
+    planned: Future[Planned]
+    future: Future[Any] | None = None
     sent: bool = False
 
 
@@ -233,7 +254,8 @@ class Loader:
     """Iterates over batches in order, read ahead by `threads` threads; counts how long the consumer waited.
 
     source: what to read, or the path to read it by: give one path to all epochs of a run, it owns the buffers;
-    start: the pack to begin at; device: where the batches shall be.
+    start: the pack to begin at; device: where the batches shall be;
+    group: so many packs, counted from `start`, make an optimiser step together: `trained` of the first is of all.
     waited: seconds that `next` blocked so far; nbytes: bytes read so far; reading: samples of the batch waited for;
     ready: batches that are read and not yet taken.
     Closing the iterator (or leaving its loop) stops the threads. A batch is the caller's to keep: its memory is used
@@ -250,10 +272,11 @@ class Loader:
         *,
         start: int = 0,
         device: torch.device | str = "cpu",
+        group: int = 1,
     ) -> None:
         self.reads = source if isinstance(source, ReadPath) else ReadPath(source)
         self.packs, self.steps, self.max_seq_len, self.threads = packs, steps, max_seq_len, threads
-        self.start, self.device = start, torch.device(device)
+        self.start, self.device, self.group = start, torch.device(device), group
         self.depth = Depth(threads, self.reads.memory)
         self.waited = 0.0
         self.nbytes = 0
@@ -262,45 +285,66 @@ class Loader:
 
     @property
     def ready(self) -> int:
-        return sum(each.future.done() for each in list(self._ahead))
+        return sum(each.future is not None and each.future.done() for each in list(self._ahead))
 
     def __iter__(self) -> Iterator[Batch]:
-        waiting = iter(self.packs[self.start :])
         if self.threads == 0:
-            for samples in waiting:
-                started = time.monotonic()
-                self.reading = samples
-                batch = load_batch(self.reads, samples, self.steps, self.max_seq_len)
-                self._count(batch, started)
-                yield batch
+            yield from self._one_by_one()
             return
+        waiting = iter(self.packs[self.start :])
         pool = ThreadPoolExecutor(self.threads, "eyas-read", name_thread, ("eyas-read",))
         uploader = self._uploader()
         ahead = self._ahead
         handed = 0.0
         try:
-            while True:
-                for samples in itertools.islice(waiting, max(0, self.depth.packs() - len(ahead))):
-                    ahead.append(_UnderWay(samples, pool.submit(self._load, samples)))
+            for number in itertools.count():
+                reading = self.depth.packs()
+                for samples in itertools.islice(waiting, max(0, max(reading, self.group) - len(ahead))):
+                    ahead.append(_UnderWay(samples, pool.submit(self._plan, samples)))
+                for each in itertools.islice(ahead, reading):
+                    if each.future is None:
+                        each.future = pool.submit(self._load, each.planned)
                 if uploader is not None:
                     for each in itertools.islice(ahead, uploader.ahead):
-                        if not each.sent:
+                        if not each.sent and each.future is not None:
                             each.future, each.sent = uploader.submit(each.future), True
                 if not ahead:
                     return
                 started = time.monotonic()
                 if handed:
                     self.depth.step(started - handed)
-                self.reading, future = ahead[0].samples, ahead.popleft().future
+                self.reading, future = ahead[0].samples, ahead[0].future
+                assert future is not None
+                group = itertools.islice(ahead, self.group - number % self.group)
+                trained = _sum([each.planned.result() for each in group])
+                ahead.popleft()
                 batch = future.result()
+                batch.trained = trained
                 self._count(batch, started)
                 handed = time.monotonic()
                 yield batch if uploader is None else uploader.hand_over(batch)
                 del batch, future  # the memory is the next one's
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+            ahead.clear()
             if uploader is not None:
                 uploader.close()
+
+    def _one_by_one(self) -> Iterator[Batch]:
+        """Without threads."""
+        packs = self.packs[self.start :]
+        for first in range(0, len(packs), self.group):
+            started = time.monotonic()
+            self.reading = packs[first]
+            group = [self._plan(samples) for samples in packs[first : first + self.group]]
+            for i, planned in enumerate(group):
+                self.reading = planned.samples
+                batch = assemble(load_pack(self.reads, planned), self.reads.batches)
+                batch.trained = _sum(group[i:])
+                self._count(batch, started)
+                yield batch
+                del batch
+                started = time.monotonic()
 
     def _uploader(self) -> Any:
         if self.device.type != "cuda":
@@ -309,10 +353,14 @@ class Loader:
 
         return Uploader(self.device)
 
-    def _load(self, samples: list[int]) -> Batch | Pack:
-        """A batch, or a pack where its rows are taken on the device."""
+    def _plan(self, samples: list[int]) -> Planned:
+        return plan_pack(self.reads.source, samples, self.steps, self.max_seq_len)
+
+    def _load(self, planned: Future[Planned]) -> Batch | Pack:
+        """A batch, or a pack where its rows are taken on the device. Its plan was asked for before it: it is there, or
+        another thread makes it."""
         started = time.monotonic()
-        pack = load_pack(self.reads, samples, self.steps, self.max_seq_len)
+        pack = load_pack(self.reads, planned.result())
         result = pack if self.device.type == "cuda" else assemble(pack, self.reads.batches)
         self.depth.read(time.monotonic() - started, len(pack.loaded.memory))
         return result
@@ -321,3 +369,7 @@ class Loader:
         self.waited += time.monotonic() - started
         self.nbytes += batch.nbytes
         self.reading = []
+
+
+def _sum(group: list[Planned]) -> list[int]:
+    return [sum(each) for each in zip(*(planned.trained for planned in group), strict=True)]

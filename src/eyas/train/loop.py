@@ -29,12 +29,12 @@ from eyas.files import check_writable, write_json
 from eyas.record.record import Record
 from eyas.store.reader import open_source
 from eyas.store.readpath import ReadPath
-from eyas.train.batches import Batch, Loader, epoch_order, pack, split_source
-from eyas.train.objective import Objective, pack_seed, trained_positions
+from eyas.train.batches import Batch, Loader, epoch_order, pack
+from eyas.train.objective import Objective, pack_seed
 from eyas.train.optim import Average, check_optimiser, learning_rate, make_optimisers, optimiser_tensors
 from eyas.train.parallel import Ranks, held_back, other_ranks_gone, spread, whole
 from eyas.train.rundir import link, open_run, refuse_another_run, save_run
-from eyas.train.setup import aux_layers, verifier_head
+from eyas.train.setup import aux_layers, training_samples, verifier_head
 from eyas.train.start import make_drafter
 from eyas.train.state import Progress, States, about_state, check_identity, identity, progress, prune
 from eyas.train.stop import Stop, resume_command
@@ -70,7 +70,7 @@ class Run:
         # Filling the cache costs more than reading past it, and one epoch never comes back to it.
         cache_gb = 0 if config.epochs == 1 and config.cache_gb == "auto" else config.cache_gb
         self.reads = ReadPath(self.source, cache_gb=cache_gb, device=self.device, say=self.say)
-        self.train_samples, self.val_samples = self._split()
+        self.train_samples, self.val_samples = training_samples(config, self.source, self.say)
         self.record.enter("reading verifier")
         self.drafter, self.vocab = make_drafter(config, self.verifier, self.source, self.dtype, self.say)
         self.drafter.to(self.device)
@@ -107,35 +107,6 @@ class Run:
     def step(self) -> int:
         """Optimiser steps done."""
         return self.at.step
-
-    def _split(self) -> tuple[list[int], list[int]]:
-        for name, reason in self.source.skipped[:5]:
-            self.say(f"skipped {name}: {reason}")
-        if len(self.source.skipped) > 5:
-            self.say(f"skipped {len(self.source.skipped):,} samples in all")
-        K = self.config.max_seq_len
-        train, val, unusable = split_source(self.source, K, self.config.val_ratio)
-        if unusable:
-            self.say(f"left out {unusable:,} samples with no trained position in their first {K:,} tokens")
-        needs = self.source.needs[self.source.needs > K]
-        if not train and len(needs):
-            raise EyasError(
-                f"no sample of {self.config.data_dir} has a trained position within --max-seq-len {K}:"
-                f" the least that one needs is {needs.min():,} tokens"
-            )
-        if not train:
-            raise EyasError(f"{self.config.data_dir} holds no trainable tokens: check the loss masks (eyas prepare)")
-        long = int((self.source.lengths[train + val] > K).sum())
-        if long:
-            self.say(f"{long:,} samples are longer than {K:,} tokens and are cut there (--max-seq-len)")
-        room = self.config.batch_tokens or K
-        alone = int((np.minimum(self.source.lengths[train], K) > room).sum())
-        if alone:
-            self.say(
-                f"warning: {alone:,} of {len(train):,} samples are longer than --batch-tokens {room:,}: each is a batch"
-                " of its own, and takes its own length in memory"
-            )
-        return train, val
 
     def _packs(self, epoch: int) -> list[list[int]]:
         order = epoch_order(self.train_samples, self.config.seed, epoch)
@@ -260,7 +231,9 @@ class Run:
             list(range(i, min(i + self.per_step, len(packs)))) for i in range(at.position, len(packs), self.per_step)
         ]
         mine = [packs[i] for step in steps for i in step[self.ranks.rank :: self.ranks.world]]
-        loader = Loader(self.reads, mine, K, c.max_seq_len, c.num_workers, device=self.device)
+        loader = Loader(
+            self.reads, mine, K, c.max_seq_len, c.num_workers, device=self.device, group=c.grad_accumulation
+        )
         batches = self.record.data(loader, self.source.ids.__getitem__, "copying")
         waited = at.waited
         for step in steps:
@@ -297,11 +270,13 @@ class Run:
         Returns loss, accuracy per TTT step, gradient norm and learning rate, over all ranks; None where a rank was told
         to stop, and nothing was done.
         """
-        c, ranks, packs, enter = self.config, self.ranks, self.epochs[epoch], self.record.enter
+        c, ranks, enter = self.config, self.ranks, self.record.enter
         mine = indices[ranks.rank :: ranks.world]
+        batch = next(batches) if mine else None  # the first of a step knows what all of this rank's train
+        if ranks.world > 1:
+            enter("waiting for ranks")
         told = [float(self.stop.asked is not None), float(self._time_over())]
-        samples = [i for index in mine for i in packs[index]]
-        *counts, signal, late = ranks.sum([*trained_positions(self.source, samples, K, c.max_seq_len), *told])
+        *counts, signal, late = ranks.sum([*map(float, batch.trained if batch else [0] * K), *told])
         if signal or late:
             self.ended = "signal" if signal else "time"
             return None
@@ -309,7 +284,8 @@ class Run:
         sums = torch.zeros(1 + K, dtype=torch.float64, device=self.device)
         rounds = math.ceil(len(indices) / ranks.world)  # the same on every rank, whatever there is for it
         for n in range(rounds):
-            batch = next(batches) if n < len(mine) else None
+            if n:
+                batch = next(batches) if n < len(mine) else None
             enter("forward")
             seed = pack_seed(c.seed, epoch, mine[n]) if batch else None
             with held_back(self.model, n < rounds - 1):
@@ -318,8 +294,9 @@ class Run:
                 (loss * ranks.world).backward()  # gradients are means over ranks
             sums += torch.cat([loss.detach()[None].double(), correct.double()])
         enter("optimiser")
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), c.max_grad_norm)))
-        loss_sum, *correct_sums = ranks.add(sums).tolist()
+        clipped = whole(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), c.max_grad_norm))
+        # The one place where a step waits for the device: a step that is no number must not reach the weights.
+        loss_sum, *correct_sums, norm = torch.cat([ranks.add(sums), clipped[None].double()]).tolist()
         if math.isfinite(loss_sum) and math.isfinite(norm):
             self._update(rate)
         else:  # one such step would end up in every weight

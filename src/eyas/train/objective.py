@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from eyas.config import TrainConfig, parse_loss
 from eyas.drafter.loss import greedy_choice, head_loss, state_loss
 from eyas.drafter.model import Drafter
-from eyas.drafter.plan import trained_mask
 from eyas.evaluate.offline import VerifierHead
-from eyas.store.reader import Source
 from eyas.train.batches import Batch
 
 
@@ -91,9 +89,3 @@ class Objective(nn.Module):
 def pack_seed(seed: int, epoch: int, pack: int) -> int:
     """The seed of one pack's noise and dropout: of the run's seed, the epoch and the pack's place in it."""
     return int(np.random.SeedSequence((seed, epoch, pack)).generate_state(1, np.uint64)[0] >> 1)
-
-
-def trained_positions(source: Source, samples: list[int], steps: int, max_seq_len: int) -> list[float]:
-    """[K] positions that TTT step k trains in these samples, from their loss masks alone."""
-    masks = [source.tokens(i)[1][:max_seq_len] for i in samples]
-    return [float(sum(int(trained_mask(mask, k).sum()) for mask in masks)) for k in range(steps)]

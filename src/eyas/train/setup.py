@@ -1,7 +1,10 @@
-"""What training and evaluation both need of a verifier and its data: sizes, layers, norm and head."""
+"""What training and evaluation need of a verifier and its data: sizes, layers, norm, head; and which samples train."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
 from eyas.config import TrainConfig
@@ -9,6 +12,7 @@ from eyas.drafter.model import DrafterConfig
 from eyas.errors import EyasError
 from eyas.evaluate.offline import VerifierHead
 from eyas.store.reader import Source
+from eyas.train.batches import split_source
 from eyas.verifier import Verifier, VerifierConfig
 from eyas.vocab import DraftVocab
 
@@ -56,3 +60,37 @@ def verifier_head(
         head=verifier.lm_head(dtype=dtype).to(device),
         draft_ids=torch.from_numpy(vocab.targets).to(device),
     )
+
+
+def training_samples(c: TrainConfig, source: Source, say: Callable[[str], None]) -> tuple[list[int], list[int]]:
+    """Indices of the samples that train and that validate; says what is left out, and what is cut.
+
+    Raises EyasError where nothing can be trained.
+    """
+    for name, reason in source.skipped[:5]:
+        say(f"skipped {name}: {reason}")
+    if len(source.skipped) > 5:
+        say(f"skipped {len(source.skipped):,} samples in all")
+    K = c.max_seq_len
+    train, val, unusable = split_source(source, K, c.val_ratio)
+    if unusable:
+        say(f"left out {unusable:,} samples with no trained position in their first {K:,} tokens")
+    needs = source.needs[source.needs > K]
+    if not train and len(needs):
+        raise EyasError(
+            f"no sample of {c.data_dir} has a trained position within --max-seq-len {K}:"
+            f" the least that one needs is {needs.min():,} tokens"
+        )
+    if not train:
+        raise EyasError(f"{c.data_dir} holds no trainable tokens: check the loss masks (eyas prepare)")
+    long = int((source.lengths[train + val] > K).sum())
+    if long:
+        say(f"{long:,} samples are longer than {K:,} tokens and are cut there (--max-seq-len)")
+    room = c.batch_tokens or K
+    alone = int((np.minimum(source.lengths[train], K) > room).sum())
+    if alone:
+        say(
+            f"warning: {alone:,} of {len(train):,} samples are longer than --batch-tokens {room:,}: each is a batch"
+            " of its own, and takes its own length in memory"
+        )
+    return train, val
