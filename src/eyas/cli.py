@@ -166,6 +166,7 @@ def capture(
                 in_flight=in_flight,
                 engine_args=more,
                 say=record.line,
+                record=record,
             )
             record.line(ready.format(output_dir))
             return

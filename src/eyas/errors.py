@@ -6,3 +6,7 @@ class EyasError(Exception):
 
     The command line prints it without a traceback and exits with code 2.
     """
+
+
+class OtherRankGone(EyasError):
+    """This rank can only end, because another one has: that one says why."""

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM to a command: one line that says what is kept and how to go on, exit code 130 or 143.
+"""Ctrl-C, SIGTERM, SIGUSR1 to a command: one line that says what is kept and how to go on, exit code 130, 143, 138.
 
 The first signal is raised as an exception, so that stores are closed and temporary files removed on the way out; a
 second one ends the process at once, and one that follows within two seconds is the same one. `eyas train` saves when it

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from eyas.record import events
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "integration"))
 
@@ -171,6 +173,34 @@ def test_a_log_and_a_run_directory_whose_disk_is_full(tmp_path: Path) -> None:
         kept = (toy.folder / "log.txt").read_text()
         assert "step 60/60" in kept and "step 30/60 · backward" in kept, "log.txt lies elsewhere and has every line"
         assert "step 60/60" in toy.text(), "with room again the log goes on"
+    finally:
+        LIBC.umount2(str(disk).encode(), 2)
+
+
+@ROOT_ONLY
+def test_a_run_directory_whose_disk_fills_up(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    assert LIBC.mount(b"none", str(disk).encode(), b"tmpfs", 0, b"size=1m") == 0
+    try:
+        fill = f"""
+try:
+    with open({str(disk / "fill")!r}, "wb", buffering=0) as fill:
+        while True: fill.write(b"x" * 4096)
+except OSError: pass
+rec.warn("into a full disk")
+rec.checkpoint(Path("c"), 1.0)
+time.sleep(1)
+os.unlink({str(disk / "fill")!r})"""
+        with (tmp_path / "out.log").open("wb") as log:
+            toy = start(disk / "run", fill, steps=60, stdout=log)
+        toy.log = tmp_path / "out.log"
+        assert toy.ended() == 0
+        text = toy.text()
+        assert "warning: " in text and "cannot be written (No space left on device); the run goes on without it" in text
+        assert "step 60/60" in text
+        kept = [e["event"] for e in events.read(disk / "run/events.jsonl")]
+        assert kept[0] == "start" and kept[-1] == "end", "with room again the events go on"
     finally:
         LIBC.umount2(str(disk).encode(), 2)
 

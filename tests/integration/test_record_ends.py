@@ -116,10 +116,14 @@ def test_the_sidecar_outlives_a_ctrl_c_and_ends_with_the_run(tmp_path: Path) -> 
 
 
 def test_a_sidecar_that_is_killed_is_missed(tmp_path: Path) -> None:
-    toy = start(tmp_path / "run", steps=100_000)
-    toy.says("step 1/")
+    toy = start(tmp_path / "run", "time.sleep(3)", steps=40)
+    toy.until(lambda: toy.beat().get("step") == 30)
     os.kill(toy.sidecar(), signal.SIGKILL)
     assert "a silent run stays silent" in toy.says("warning: the recorder's side process is gone")
+    assert toy.beat()["step"] == 30, "it is said while the step goes on"
+    assert toy.ended() == 0
+    assert not (toy.folder / "beat").is_symlink() and beat.read(toy.folder / "beat")["state"] == "ended"
+    assert not list(Path("/dev/shm").glob(f"eyas-{toy.process.pid}-*"))
 
 
 def test_a_stopped_process_is_called_stopped(tmp_path: Path) -> None:
@@ -231,3 +235,52 @@ def test_a_step_without_a_number_is_said_with_its_samples(tmp_path: Path, how: s
     assert toy.ended() == (0 if how == "skip" else 1)
     assert "the loss is nan at step 31: samples c7, c9" in toy.says("nan")
     assert toy.events("nan")[0]["samples"] == ["c7", "c9"]
+
+
+def test_a_number_that_another_process_has_now_is_no_run(tmp_path: Path) -> None:
+    """The run was killed with its sidecar, and its PID is this very process's."""
+    toy = start(tmp_path / "run", steps=100_000)
+    toy.says("step 1/")
+    os.kill(toy.sidecar(), signal.SIGKILL)
+    toy.process.kill()
+    toy.ended()
+    with (toy.folder / "beat").open("r+b") as file:
+        file.seek(8 * beat.PID)
+        file.write(os.getpid().to_bytes(8, sys.byteorder))
+    assert beat.read(toy.folder / "beat")["state"] == "running"
+    answer = why(toy.folder)
+    assert answer["state"] != "healthy"
+    assert f"there is no PID {os.getpid()} that started then" in answer["beat"]["differs"][0]
+    assert answer["beat"]["agrees"] is False
+
+
+def test_two_runs_in_one_directory_are_told_of_each_other(tmp_path: Path) -> None:
+    one = start(tmp_path / "run", steps=100_000)
+    one.says("step 1/")
+    (tmp_path / "run.log").rename(tmp_path / "one.log")
+    two = start(tmp_path / "run", steps=40)
+    assert two.ended() == 0
+    assert f"PID {one.process.pid} records into {tmp_path / 'run'} too" in two.says("warning: ")
+    assert one.process.poll() is None, "and the first one goes on"
+
+
+def test_a_log_that_is_deleted_is_made_again(tmp_path: Path) -> None:
+    toy = start(tmp_path / "run", '(Path(rec.folder) / "log.txt").unlink()\nrec.warn("still here")', steps=40)
+    assert toy.ended() == 0
+    kept = [line[20:] for line in (toy.folder / "log.txt").read_text().splitlines()]
+    assert kept[0] == "warning: still here" and kept[-1].startswith("step 40/40")
+
+
+def test_without_a_home_and_an_environment(tmp_path: Path) -> None:
+    toy = start(tmp_path / "run", steps=40, via=["env", "-i", f"PYTHONPATH={Path(eyas.__file__).parents[1]}"])
+    assert toy.ended() == 0 and toy.lines()[-1].startswith("step 40/40")
+    assert beat.read(toy.folder / "beat")["state"] == "ended"
+
+
+def test_a_long_compilation_is_called_one_and_no_stall(tmp_path: Path) -> None:
+    body = 'with rec.phase("compiling"):\n    while True: pass'
+    toy = start(tmp_path / "run", body, steps=40, interval=1.0, limits={"": 1.0})
+    toy.says("step 30/40 · compiling 2 s")
+    assert toy.events("stall") == [], "its limit is half an hour"
+    answer = why(toy.process.pid)
+    assert (answer["verdict"], answer["beat"]["phase"]) == ("quiet.compiling", "compiling"), answer["sentence"]

@@ -13,6 +13,7 @@ import xxhash
 from eyas.capture.vllm import Answers, Conversation, _conversation, _longest, _runs, check_vllm, request_params
 from eyas.errors import EyasError
 from eyas.prepare import Prepared
+from eyas.record.record import Record
 
 
 def prepared(mask: list[int]) -> Prepared:
@@ -97,7 +98,7 @@ def test_an_answer_cut_short_gets_its_end_before_the_next_turn(monkeypatch: pyte
     monkeypatch.setattr(module, "_sampling", sampling)
     c, engine = cut([0, 0, 1, 1, 0, 0, 1]), Engine()
     assert c is not None
-    (stored,) = module._serve(engine, [c], Answers(max_new_tokens=2), 4)
+    (stored,) = module._serve(engine, [c], Answers(max_new_tokens=2), 4, Record(None))
     assert [tokens for _, tokens, _ in engine.asked] == [[100, 101], [100, 101, 7, 8, 103, 104, 105]]
     assert stored.tokens == [100, 101, 7, 8, 103, 104, 105, 7, 8]
     assert stored.trained == [(2, 4), (7, 9)]
@@ -121,7 +122,7 @@ def test_a_sample_that_the_engine_did_not_keep_stops_the_capture() -> None:
     assert c is not None
     with pytest.MonkeyPatch.context() as patch, pytest.raises(EyasError, match="other tokens"):
         patch.setattr(module, "_sampling", lambda *_: {})
-        list(module._serve(Engine(), [c], None, 4))
+        list(module._serve(Engine(), [c], None, 4, Record(None)))
 
 
 def test_the_store_of_one_engine_is_not_gone_on_with_by_another(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Capture with vLLM as the engine: prepared samples, or answers that it writes itself, into a store in one pass.
 
 The engine runs in this process and writes the store from its worker (`vllm_connector.py`); this file asks for what is
-missing, follows, and at the end checks that everything is there and proves itself. Samples go in one by one, as others
-finish, so that the engine's batch stays full; the longest come first.
+missing, follows, records, and at the end checks that everything is there and proves itself. Samples go in one by one,
+as others finish, so that the engine's batch stays full; the longest come first.
 
 With `Answers` the engine answers anew: what a prepared sample does not train on (the prompt, and the user's later
 turns) stays, token for token, and every answer is the verifier's own, from the turns before it. The states of prompt
@@ -42,10 +42,12 @@ from eyas.capture.common import (
 from eyas.device import compute_dtype
 from eyas.errors import EyasError
 from eyas.prepare import Prepared, read_prepared
+from eyas.record.record import Record
 from eyas.store.layout import Manifest
 from eyas.store.reader import StoreSource
 from eyas.verifier import Verifier, first_line
 
+STARTING, SERVING = "starting the engine", "generating"  # phases
 PROVEN = 64  # samples whose stored last state must name the token that the engine chose
 MUST_AGREE = 0.95
 ENVIRONMENT = {
@@ -95,6 +97,7 @@ def capture(
     in_flight: int = 64,
     engine_args: dict[str, Any] | None = None,
     say: Callable[[str], None] = print,
+    record: Record | None = None,
 ) -> dict[str, Any]:
     """Write the states of every prepared sample to the store `output_dir`; goes on where an earlier run stopped.
 
@@ -127,6 +130,7 @@ def capture(
     numbers = {c.name: i for i, c in enumerate(fitting)}
     progress = Progress(say, len(fitting), lengths, [numbers[c.name] for c in todo])
     agreement = None
+    record = record or Record(None)
     if todo:
         try:
             output.mkdir(parents=True, exist_ok=True)
@@ -137,13 +141,20 @@ def capture(
         longest = max(_longest(c, answers) for c in todo) + 1
         checked = todo[:: max(1, len(todo) // PROVEN)][:PROVEN]
         kept = {c.name for c in checked}
+        record.open()
+        record.enter(STARTING)
         say(f"capture: starting vLLM on {verifier.config.name} ({str(number_type).removeprefix('torch.')})")
         with _engine(verifier, manifest, output, number_type, longest, in_flight, engine_args or {}) as engine:
             progress.start()
-            for conversation in _serve(engine, todo, answers, in_flight):
+            record.begin(progress.all_samples, progress.samples)
+            record.enter(SERVING)
+            for conversation in _serve(engine, todo, answers, in_flight, record):
                 progress.add(1, len(conversation.tokens))
+                record.count(progress.samples, progress.tokens)
                 if conversation.name not in kept:
                     conversation.tokens = []  # the store has them
+            record.enter("saving")
+        record.enter("validating")
         source = StoreSource(output, verifier.config, verifier.fingerprint)
         there = set(source.ids)
         if missing := [c.name for c in todo if c.name not in there]:
@@ -153,6 +164,7 @@ def capture(
             )
         agreement = _prove(verifier, source, checked, answers)
         say(f"capture: the head agrees with the engine's choices on {agreement:.1%} of checked positions")
+        record.enter("finishing")
     return {
         "path": str(output),
         "samples": len(fitting),
@@ -282,8 +294,14 @@ class _engine:
             ) from error
 
 
-def _serve(engine: Any, todo: list[Conversation], answers: Answers | None, in_flight: int) -> Iterator[Conversation]:
-    """Ask for every conversation, turn by turn; yields those that are stored or on their way to the disk."""
+def _serve(
+    engine: Any, todo: list[Conversation], answers: Answers | None, in_flight: int, record: Record
+) -> Iterator[Conversation]:
+    """Ask for every conversation, turn by turn; yields those that are stored or on their way to the disk.
+
+    Each step of the engine counts as progress: a token for each request that runs.
+    """
+    made = 0
     waiting, running = iter(todo), dict[str, Conversation]()
     number = 0
 
@@ -300,7 +318,10 @@ def _serve(engine: Any, todo: list[Conversation], answers: Answers | None, in_fl
         if not running:
             _drain(engine)
             return
-        for output in engine.step():
+        outputs = engine.step()
+        made += len(outputs)
+        record.progress(made)
+        for output in outputs:
             if not output.finished:
                 continue
             c = running.pop(output.request_id)

@@ -37,6 +37,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from eyas.capture.common import check_finite
+from eyas.record.outlet import name_thread
 from eyas.store.layout import Manifest
 from eyas.store.writer import StoreWriter
 
@@ -192,6 +193,7 @@ class StoreConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
 
     def _write(self, writer: StoreWriter) -> None:
         """The thread that owns the store."""
+        name_thread("eyas-store")
         try:
             with writer:
                 stored = set(writer.done_ids)

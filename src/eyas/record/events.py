@@ -40,7 +40,10 @@ def _plain(value: Any) -> Any:
 
 
 class Appender:
-    """A file that lines are appended to, opened at the first one. Raises OSError when the disk refuses."""
+    """A file that lines are appended to, opened at the first one, and made again when it was deleted.
+
+    Raises OSError when the disk refuses.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,6 +52,8 @@ class Appender:
 
     def __call__(self, data: bytes) -> None:
         """Append whole lines with one write."""
+        if self._fd >= 0 and not os.fstat(self._fd).st_nlink:
+            self.close()
         if self._fd < 0:
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         data = b"\n" + data if self._cut else data

@@ -11,17 +11,12 @@ last line. In between the sidecar speaks.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import json
 import math
 import os
-import signal
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,14 +24,16 @@ from time import monotonic_ns, time_ns
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from eyas.errors import EyasError
+from eyas.errors import EyasError, OtherRankGone
 from eyas.record import beat as layout
-from eyas.record import events, sidecar
 from eyas.record.beat import Beat
+from eyas.record.beside import Stacks, link, runs_there, start_sidecar, start_sinks
 from eyas.record.console import Live, Say, on_terminal, step_line
 from eyas.record.console import say as to_stdout
-from eyas.record.outlet import Outlet, name_thread, stamped
+from eyas.record.figures import Meter, resident
+from eyas.record.outlet import Outlet, name_thread
 from eyas.record.phases import GpuClock, LateValues, Phases, Scope
+from eyas.record.voice import Voice
 from eyas.record.words import step_words
 
 T = TypeVar("T")
@@ -44,7 +41,6 @@ INTERVAL = 10.0  # seconds between two lines, at most
 EVENT_EVERY = 1.0  # seconds between two step events, at least
 SINKS_WAIT = 3.0  # seconds that trackers get at the end before the command goes on without them
 SPIKE_AFTER = 20  # steps before a loss can be called exploding
-DUMP_SIGNAL = signal.SIGRTMIN + 7  # nobody's: not the C library's, not glibc's, not a scheduler's
 _NOW, _STEP, _TOKENS, _BYTES, _LOSS = layout.NOW, layout.STEP, layout.TOKENS, layout.BYTES, layout.LOSS
 _MOVED = struct.Struct("@qqq")  # MOVED, PART, PARTS
 _COMPUTING = layout.FIXED_PHASES.index("computing")
@@ -88,7 +84,7 @@ class Record:
         self._q, self._floats, self._memory = self.beat.slots, self.beat.floats, self.beat.memory
         self._spoke = self._stepped = self._first = self._check = monotonic_ns()
         self._line_ns, self._event_ns = int(interval * 1e9), int(EVENT_EVERY * 1e9)
-        self._gpu: GpuClock | None = None
+        self.gpu: GpuClock | None = None
         self._late: LateValues | None = None
         self._torch: Any = None
         self._line_meter, self._event_meter = Meter(self), Meter(self)
@@ -101,16 +97,11 @@ class Record:
         self._loader: Any = None
         self._name_of: Any = None
         self._live: Live | None = None
-        self._out: Outlet | None = None
-        self._log: Outlet | None = None
-        self._events: Outlet | None = None
+        self._voice: Voice | None = None
         self._sidecar: subprocess.Popen[bytes] | None = None
         self._sink_process: subprocess.Popen[bytes] | None = None
         self._stop = threading.Event()
-        self._early: list[tuple[str, Any]] = []
-        self._stacks_fd: int | None = None
-        self._fatal_fd: int | None = None
-        self._entered = False
+        self._stacks: Stacks | None = None
         self._ended = False
         self._stopped = ""
 
@@ -118,14 +109,12 @@ class Record:
 
     def __enter__(self) -> Self:
         """Start what watches. Call it before anything heavy is imported: the first line then stands at once."""
-        self._entered = True
         if self.folder is None:
             return self
-        self._fault_handlers()
         if self.rank == 0 and self._own_say is None and on_terminal():
             self._live = Live(self)
         speak = self._own_say or (self._live.line if self._live else to_stdout)
-        self._out = Outlet("standard output", lambda data: speak(data.decode().rstrip("\n")), self._failed)
+        self._voice = Voice(self.rank, speak)
         self._start_sidecar()
         threading.Thread(target=self._pulse, name="eyas-pulse", daemon=True).start()
         if self.rank == 0:
@@ -141,28 +130,30 @@ class Record:
 
         Raises EyasError when the directory cannot be made.
         """
-        if self.folder is None or self._log is not None:
+        if self.folder is None or self._voice is None or self._voice.kept:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise EyasError(f"cannot make the run directory {self.folder}: {e.strerror}") from None
-        self._link()
-        self._log = Outlet("log.txt", events.Appender(self.folder / "log.txt"), self._failed)
-        self._events = Outlet("events.jsonl", events.Appender(self.folder / "events.jsonl"), self._failed)
-        self.event(
-            "start", schema=events.SCHEMA, name=self.name, pid=os.getpid(), host=os.uname().nodename, total=self.total,
-            world=self.world, resume=self.resume,
+        assert self.beat.path is not None
+        other = runs_there(self.folder, self.rank)
+        with contextlib.suppress(OSError):
+            link(self.folder, self.rank, self.beat.path)
+        self._voice.open(
+            self.folder, name=self.name, pid=os.getpid(), host=os.uname().nodename, total=self.total, world=self.world,
+            resume=self.resume,
         )  # fmt: skip
-        early, self._early = self._early, []
-        for text, fields in early:
-            if fields is None:
-                self._log.put(stamped(text))
-            else:
-                self._events.put(events.line(text, self.rank, **fields))
         self._q[layout.RUN_OPEN] = 1
+        if other:
+            self.warn(
+                f"PID {other} records into {self.folder} too: their lines and events mix, and `beat` is this one's"
+            )
         if self._sinks and self.rank == 0:
-            self._start_sinks()
+            try:
+                self._sink_process = start_sinks(self.folder, self._sinks)
+            except OSError as e:
+                self.warn(f"trackers did not start: {e}")
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         """Say how it ended, and stop what watches. An exception goes on to the caller."""
@@ -189,14 +180,15 @@ class Record:
             if where:
                 e.add_note(f"eyas: {where}")
         text = self._end_line(f"failed in {self.doing}: {cause}") + (f" · {where}" if where else "")
-        self.end("error", layout.FAILED, text, said=isinstance(e, EyasError) and not self.steps)
+        said = isinstance(e, EyasError) and not self.steps
+        self.end("error", layout.FAILED, text, said, follows=isinstance(e, OtherRankGone))
 
     def _end_line(self, how: str) -> str:
         at = step_words({"step": self.steps, "total": self.total, "unit": self.unit})
         return f"{at}: {how}" + (f" · to go on: {self.resume}" if self.resume and self.steps else "")
 
     def _write_error(self, text: str) -> str:
-        if self.folder is None or self._log is None:
+        if self.folder is None or self._voice is None or not self._voice.kept:
             return ""
         name = "error.txt" if self.rank == 0 else f"error.{self.rank}.txt"
         path = self.folder / name
@@ -209,10 +201,11 @@ class Record:
         keep.close(1.0)
         return f"traceback in {path}"
 
-    def end(self, how: str, state: int, text: str = "", said: bool = False) -> None:
+    def end(self, how: str, state: int, text: str = "", said: bool = False, follows: bool = False) -> None:
         """The last event and the last line; then the sidecar is let go. A second call does nothing.
 
-        said: the line needs not be on standard output, because the command line will say it.
+        said: the line needs not be on standard output, because the command line will say it. follows: from the end of
+        another rank.
         """
         if self._ended:
             return
@@ -227,20 +220,18 @@ class Record:
             text=text or None,
             resume=self.resume,
             seconds={name: s for name, s in spent.items() if s},
-            gpu_busy=round(self._gpu.busy, 3) if self._gpu else None,
+            gpu_busy=round(self.gpu.busy, 3) if self.gpu else None,
+            **({"follows": True} if follows else {}),
         )
         if self._live:
             self._live.stop()
-        if text and said:
-            if self._log is not None:
-                self._log.put(stamped(text))
-        elif text and self._entered and self.folder is not None:
-            self.line(text, matters=True)
+        if self._voice is not None:
+            if text and said:
+                self._voice.keep(text)
+            elif text:
+                self.line(text, matters=True)
+            self._voice.close(2.0)
         self._stop.set()
-        until = time.monotonic() + 2.0
-        for outlet in (self._out, self._log, self._events):
-            if outlet is not None:
-                outlet.close(max(0.0, until - time.monotonic()))
         self._q[layout.STATE] = state
         self._let_go()
 
@@ -252,17 +243,19 @@ class Record:
                 self._sidecar.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._sidecar.wait(2.0)
+        if self.beat.path is not None and (
+            self._sidecar is None or self._sidecar.returncode
+        ):  # who would do it is gone
+            folder, place, memory = self.folder, self.beat.path, self._memory
+            last = Outlet("beat", lambda _data: layout.keep(folder, self.rank, place, memory))
+            last.put(b"")
+            last.close(1.0)
         self.beat.unlink()
         if self._sink_process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._sink_process.wait(SINKS_WAIT)
-        self._q[layout.DUMP_SIGNAL] = 0
-        if self._stacks_fd is not None:
-            faulthandler.unregister(DUMP_SIGNAL)
-            os.close(self._stacks_fd)
-        if self._fatal_fd is not None:
-            faulthandler.disable()
-            os.close(self._fatal_fd)
+        if self._stacks is not None:
+            self._stacks.close()
 
     # -- what the loop calls -------------------------------------------------------------------------------------------
 
@@ -346,9 +339,9 @@ class Record:
             if off - off == 0.0:
                 self._mean = mean + off * self._weight
                 self._spread += 0.05 * (abs(off) - self._spread)
-        if self._gpu is not None:
-            self._gpu.end()
-            self._gpu.begin()
+        if self.gpu is not None:
+            self.gpu.end()
+            self.gpu.begin()
         if now >= self._check or n == self._begin_step + 1 or n == self.total:
             self._look(now, n, loss, figures)
         self._stepped = now
@@ -357,9 +350,6 @@ class Record:
         """Once a second, and at the first and the last step: write the event, and the line if it is due."""
         self._check = now + self._event_ns
         first = n == self._begin_step + 1
-        if self._sidecar is not None and self._sidecar.poll() is not None:
-            self._sidecar = None
-            self.warn("the recorder's side process is gone: a silent run stays silent from now on")
         if loss is not None:
             done = n - self._begin_step
             self._weight = 0.02 if done >= 50 else 1 / max(done, 1)
@@ -392,8 +382,8 @@ class Record:
             import torch
 
             self._torch = torch
-            self._gpu, self._late = GpuClock(torch, self.beat), LateValues(torch)
-            self._gpu.begin()
+            self.gpu, self._late = GpuClock(torch, self.beat), LateValues(torch)
+            self.gpu.begin()
         if step:
             self.event("resume", step=step)
 
@@ -431,10 +421,8 @@ class Record:
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line of events.jsonl."""
-        if self._events is not None:
-            self._events.put(events.line(kind, self.rank, **fields))
-        elif self.folder is not None:
-            self._early.append((kind, fields))
+        if self._voice is not None:
+            self._voice.event(kind, **fields)
 
     def line(self, text: str, matters: bool = False) -> None:
         """Say a line now, in the log and in log.txt. Other ranks than the first say only what matters."""
@@ -443,14 +431,10 @@ class Record:
                 return
             text = f"rank {self.rank}: {text}"
         self.spoken()
-        if self._out is None:
-            (self._own_say or to_stdout)(text)
-            return
-        self._out.put(text.encode(errors="replace"))
-        if self._log is not None:
-            self._log.put(stamped(text))
+        if self._voice is not None:
+            self._voice.line(text)
         else:
-            self._early.append((text, None))
+            (self._own_say or to_stdout)(text)
 
     def spoken(self) -> None:
         """What is seen of the run is new: nobody else needs to speak for ten seconds."""
@@ -488,14 +472,14 @@ class Record:
         if self._torch is not None:
             speed["memory"] = self._torch.cuda.memory_reserved()
         else:
-            speed["memory"] = _resident()
+            speed["memory"] = resident()
         return speed
 
     def _step_event(self, n: int, loss: Any, figures: dict[str, Any]) -> None:
         given = figures if loss is None else {"loss": loss, **figures}
         speed = self._speed(self._event_meter)
         self.latest = (given, speed)
-        if self.folder is not None:
+        if self._voice is not None:
             self.event("step", step=n, **given, **{k: v for k, v in speed.items() if v is not None})
 
     def _step_line(self, n: int, loss: Any, figures: dict[str, Any]) -> None:
@@ -506,14 +490,17 @@ class Record:
             self.line(text)
         else:
             self.spoken()
-            if self._log is not None and self.rank == 0:
-                self._log.put(stamped(text))
+            if self._voice is not None and self.rank == 0:
+                self._voice.keep(text)
 
     def _pulse(self) -> None:
-        """Once a second: a sign that Python code can run, and what the loader is at."""
+        """Once a second: a sign that Python code can run, what the loader is at, and whether the sidecar lives."""
         name_thread()
         while not self._stop.wait(1.0):
             self._q[layout.PYTHON], self._q[layout.WALL] = monotonic_ns(), time_ns()
+            if self._sidecar is not None and self._sidecar.poll() is not None and not self._ended:
+                self._sidecar = None
+                self.warn("the recorder's side process is gone: a silent run stays silent from now on")
             loader = self._loader
             with contextlib.suppress(Exception):  # a loader of other people may answer anything
                 self._q[layout.QUEUE] = int(getattr(loader, "ready", -1))
@@ -521,28 +508,9 @@ class Record:
                 names = [str(self._name_of(i) if self._name_of else i) for i in list(reading)[:1]]
                 self.beat.text(layout.FILE, names[0] if names else "")
 
-    def _failed(self, text: str) -> None:
-        """An outlet's disk refuses: tell the others."""
-        self.event("warning", text=text)
-        if self._log is None:
-            self._early.append((f"warning: {text}", None))
-        for outlet in (self._out, self._log):
-            if outlet is not None and not text.startswith(outlet.name):
-                outlet.put(stamped(f"warning: {text}") if outlet is self._log else f"warning: {text}".encode())
-
-    def _fault_handlers(self) -> None:
-        """Stacks on a signal, and on a fault, into memory that the sidecar shares: no disk is in the way."""
-        self._stacks_fd = os.memfd_create("eyas-stacks")
-        faulthandler.register(DUMP_SIGNAL, file=self._stacks_fd, all_threads=True)
-        self._q[layout.DUMP_SIGNAL] = DUMP_SIGNAL
-        if not faulthandler.is_enabled():
-            self._fatal_fd = os.memfd_create("eyas-fault")
-            faulthandler.enable(file=self._fatal_fd, all_threads=True)
-
     def _start_sidecar(self) -> None:
-        pidfd = os.pidfd_open(os.getpid())  # passed on: a run that dies at once still tells of what
+        self._stacks = Stacks(self._q)
         given = {
-            "pid": os.getpid(),
             "beat": str(self.beat.path),
             "folder": str(self.folder),
             "name": self.name,
@@ -552,87 +520,11 @@ class Record:
             "limits": self._limits,
             "resume": self.resume,
             "prefix": "",
-            "stacks_fd": self._stacks_fd,
-            "fatal_fd": self._fatal_fd,
-            "pidfd": pidfd,
         }
-        fds = [fd for fd in (self._stacks_fd, self._fatal_fd, pidfd) if fd is not None]
         try:
-            self._sidecar = subprocess.Popen(
-                [sys.executable, "-I", "-S", sidecar.__file__, json.dumps(given)],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                pass_fds=fds,
-                start_new_session=True,
-            )
+            self._sidecar = start_sidecar(given, self._stacks)
         except OSError as e:
             self.line(f"warning: the recorder's side process did not start ({e}): a silent run stays silent")
-        finally:
-            os.close(pidfd)
-
-    def _start_sinks(self) -> None:
-        """The trackers' process: it follows events.jsonl, so nothing it does can slow the run."""
-        assert self.folder is not None
-        try:
-            with (self.folder / "sinks.log").open("ab") as log:
-                self._sink_process = subprocess.Popen(
-                    [sys.executable, "-m", "eyas.record.sinks", str(self.folder), str(os.getpid())],
-                    stdin=subprocess.PIPE,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            assert self._sink_process.stdin is not None
-            self._sink_process.stdin.write(json.dumps(self._sinks).encode())  # not in argv: addresses hold tokens
-            self._sink_process.stdin.close()
-        except OSError as e:
-            self.warn(f"trackers did not start: {e}")
-
-    def _link(self) -> None:
-        """`beat` in the run directory points at the record, in place of an earlier run's."""
-        assert self.folder is not None and self.beat.path is not None
-        name = self.folder / sidecar.beat_name(self.rank)
-        side = name.with_name(f".{name.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):
-            side.unlink(missing_ok=True)
-            side.symlink_to(self.beat.path)
-            side.replace(name)
-
-
-class Meter:
-    """Speed since it was last asked: tokens/s, bytes/s, the shares of waiting and of the GPU."""
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self._last = self._now()
-        self._spent = list(record.phases.spent)
-
-    def _now(self) -> tuple[float, int, int, float, float, float]:
-        r = self.record
-        gpu = r._gpu.busy if r._gpu is not None else 0.0
-        return time.monotonic(), r.tokens, r.nbytes, r.phases.seconds("waiting for data"), gpu, time.process_time()
-
-    def take(self) -> dict[str, Any]:
-        """The figures as a dict; starts anew."""
-        now, last = self._now(), self._last
-        self._last = now
-        spent, before = list(self.record.phases.spent), self._spent
-        self._spent = spent
-        seconds, tokens, nbytes, waited, gpu, cpu = (b - a for a, b in zip(last, now, strict=True))
-        seconds = max(seconds, 1e-9)
-        busy = max(seconds - waited, 1e-9)
-        return {
-            "tokens_per_s": round(tokens / seconds, 1) if now[1] else None,
-            "data_wait": round(min(1.0, waited / seconds), 4),
-            "bytes_per_s": round(nbytes / seconds) if now[2] else None,
-            "bytes_needed_per_s": round(nbytes / busy) if now[2] else None,
-            "cpu": round(cpu / seconds, 3),
-            "phases": {
-                name: round((spent[i] - before[i]) / 1e9 / seconds, 4)
-                for name, i in self.record.phases.numbers.items()
-                if spent[i] != before[i]
-            },
-            "gpu": round(min(1.0, gpu / seconds), 4) if self.record._gpu is not None else None,
-        }
 
 
 def _other_place(rank: int) -> Path:
@@ -642,10 +534,3 @@ def _other_place(rank: int) -> Path:
 def _first_line(e: BaseException) -> str:
     lines = str(e).strip().splitlines()
     return lines[0][:300] if lines else "no message"
-
-
-def _resident() -> int:
-    """Bytes of memory this process holds."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/statm", "rb") as file:  # noqa: PTH123
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0

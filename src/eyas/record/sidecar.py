@@ -17,7 +17,6 @@ written by threads of its own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import mmap
 import os
@@ -27,8 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +35,9 @@ if __name__ == "__main__":
     sys.path.insert(0, ROOT)
 
 from eyas.record import beat, events  # noqa: E402
+from eyas.record.limits import Limits  # noqa: E402
 from eyas.record.look import (  # noqa: E402
     Process,
-    catches,
     exit_status,
     look,
     memory_cgroups,
@@ -50,14 +48,14 @@ from eyas.record.look import (  # noqa: E402
     words,
 )
 from eyas.record.outlet import Outlet, stamped, write_all  # noqa: E402
+from eyas.record.ranks import Ranks  # noqa: E402
+from eyas.record.stacks import NONE, dump, fault, main_thread  # noqa: E402
 from eyas.record.words import phase_words, seconds_words, step_words  # noqa: E402
 
-LEAST = 60.0  # a phase shorter than this is no stall
-OWN_LIMITS = {"starting": 300.0, "reading verifier": 600.0, "indexing": 600.0, "compiling": 1800.0, "saving": 600.0}
-TIMES_MEDIAN, TIMES_UNUSUAL = 5.0, 20.0
 JUDGE_SECONDS = 8.0
 AGAIN = 60.0  # seconds between two judgements
 LOOKS = 0.5
+OTHERS = 3.0  # seconds that the last word of another rank may come behind the end of this one
 
 
 class Sidecar:
@@ -76,15 +74,13 @@ class Sidecar:
         self.log: Outlet | None = None
         self.events: Outlet | None = None
         self.spoke = 0.0
-        self.last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=64))  # seconds of a phase, of late
-        self.times: dict[str, int] = {}
+        self.limits = Limits(given["limits"])
         self.before: tuple[float, Process] | None = None
         self.rate = 0.0  # bytes a second, of late
         self._rates: deque[tuple[float, int]] = deque(maxlen=20)
         self.judge: tuple[subprocess.Popen[bytes], Any, float] | None = None
         self.judged: dict[str, float] = {}  # phase instance -> when
         self.stalled = ""  # the phase instance whose stall has been said
-        self.stack_at = 0
         self.places = memory_cgroups(self.pid)
         self.oom = oom_counters(self.places)
         self.ranks = Ranks(self.folder, given["rank"]) if given["rank"] == 0 and given["world"] > 1 else None
@@ -133,10 +129,7 @@ class Sidecar:
 
     def look_once(self, b: dict[str, Any], now: float) -> None:
         """One look at the beat: learn, and speak if nobody has."""
-        for name, (times, _, last) in b["phases"].items():
-            if times != self.times.get(name, 0):
-                self.times[name] = times
-                self.last[name].append(last)
+        self.limits.learn(b)
         self._rates.append((now, max(b["bytes"], read_bytes(self.pid))))
         (t0, n0), (t1, n1) = self._rates[0], self._rates[-1]
         self.rate = (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
@@ -147,29 +140,19 @@ class Sidecar:
             self.before = None
         elif self.before is None:
             self.before = (now, look(self.pid))
+            if self.ranks is not None:
+                self.ranks.glance(now)
         if (silent >= self.interval - 2 * LOOKS and self.given["rank"] == 0) or self.odd(b, still):
             self.speak(b, now, still)
-        if self.ranks is not None and (line := self.ranks.straggler(now)):
-            self.say(line)
-            self.event("straggler", text=line)
+        if self.ranks is not None:
+            self.ranks.read()
+            if line := self.ranks.straggler(now):
+                self.say(line)
+                self.event("straggler", text=line)
 
     def odd(self, b: dict[str, Any], still: float) -> bool:
         """Whether another rank than the first has a reason to speak: its phase has passed the limit, once."""
-        return self.given["rank"] != 0 and still > self.limit(b["phase"]) and self.stalled != instance(b)
-
-    def limit(self, phase: str) -> float:
-        """Seconds after which a phase is a stall."""
-        least = self.given["limits"].get(phase, OWN_LIMITS.get(phase, self.given["limits"].get("", LEAST)))
-        return float(max(least, TIMES_MEDIAN * self.median(phase)))
-
-    def median(self, phase: str) -> float:
-        return median(self.last[phase])
-
-    def unusual(self, b: dict[str, Any], still: float) -> bool:
-        """A phase that was entered often and took nowhere near as long."""
-        times, spent, last = b["phases"].get(b["phase"], (0, 0.0, 0.0))
-        usual = max(last, spent / max(times, 1), self.median(b["phase"]))
-        return times >= 3 and still >= self.interval - 3 * LOOKS and still > TIMES_UNUSUAL * usual
+        return self.given["rank"] != 0 and still > self.limits.of(b["phase"]) and self.stalled != instance(b)
 
     def speak(self, b: dict[str, Any], now: float, still: float) -> None:
         """A line for a trainer that has not said one, and more when its phase is a stall."""
@@ -178,16 +161,18 @@ class Sidecar:
         if self.before is not None:
             shown = words(self.pid, self.before[1], seen, now - self.before[0], now - b["python"])
         self.before = (now, seen)
-        stall, unusual = still > self.limit(b["phase"]), self.unusual(b, still)
+        stall = still > self.limits.of(b["phase"])
+        unusual = self.limits.unusual(b, still, self.interval - 3 * LOOKS)
         top = ""
         if (stall or unusual) and not seen.stopped:
             top = self.stacks(b)
         where = f"rank {b['rank']}: " if self.given["world"] > 1 else ""
-        parts = [where + step_words(b), phase_words(b, now, self.rate, need(b)), shown, top]
+        other = self.ranks.waited_for(now) if self.ranks is not None and still >= self.interval - 3 * LOOKS else ""
+        parts = [where + step_words(b), phase_words(b, now, self.rate, need(b)), other, shown, top]
         self.say(" · ".join(p for p in parts if p))
         if stall and self.stalled != instance(b):
             self.stalled = instance(b)
-            usual = f", usually {seconds_words(self.median(b['phase']))}" if self.last[b["phase"]] else ""
+            usual = f", usually {seconds_words(u)}" if (u := self.limits.usual(b["phase"])) else ""
             stacks = f"; stacks in {self.folder / 'stacks.txt'}" if top and self.folder and self.log else ""
             self.say(f"stall: {b['phase']} for {still:.0f} s{usual}{stacks}")
             self.event("stall", step=b["step"], phase=b["phase"], seconds=round(still, 1), file=b["file"], top=top)
@@ -198,27 +183,15 @@ class Sidecar:
 
     def stacks(self, b: dict[str, Any]) -> str:
         """Have the trainer write down its stacks; returns the main thread's innermost line."""
-        fd, number = self.given["stacks_fd"], b["dump_signal"]
-        if fd is None or not catches(self.pid, number):
-            return ""
-        start = os.fstat(fd).st_size
-        if not send(self.pid, listener(self.pid, look(self.pid)), number):
-            return ""
-        text = b""
-        for _ in range(20):
-            time.sleep(0.05)
-            size = os.fstat(fd).st_size
-            if size > start and size == start + len(text):
-                break
-            text = os.pread(fd, size - start, start)
+        text = dump(self.pid, b["dump_signal"], self.given["stacks_fd"])
         if not text:
-            return "no stacks: no thread of it can run"
+            return NONE if text == "" else ""
         if self.folder is not None and self.log is not None:
-            head = f"-- {time.strftime('%Y-%m-%d %H:%M:%S')} step {b['step']} {b['phase']}\n".encode()
+            head = f"-- {time.strftime('%Y-%m-%d %H:%M:%S')} step {b['step']} {b['phase']}\n"
             keep = Outlet("stacks.txt", events.Appender(self.folder / "stacks.txt"))
-            keep.put(head + text.rstrip(b"\n") + b"\n")
+            keep.put(f"{head}{text}\n".encode(errors="replace"))
             keep.close(0)
-        return "main thread at " + top_line(text.decode(errors="replace").strip().split("\n\n")[-1])
+        return "main thread at " + main_thread(text)
 
     def ask_judge(self, b: dict[str, Any], now: float) -> None:
         """Start the judgement of `eyas why` in a process of its own, at most once a minute."""
@@ -285,16 +258,25 @@ class Sidecar:
             "end", how="vanished", status=status, oom=bool(oom), step=b["step"], phase=b["phase"], text=text,
             resume=self.given["resume"],
         )  # fmt: skip
-        if self.ranks is not None:
-            self.say_first_failure(self.ranks, b)
 
-    def say_first_failure(self, ranks: Ranks, b: dict[str, Any]) -> None:
-        """The rank that failed before this one, if the run directory's disk tells in time."""
-        found: list[str] = []
-        asking = threading.Thread(target=lambda: found.append(ranks.first_failure(b)), daemon=True)
+    def others(self) -> None:
+        """When rank 0 has failed: say which rank failed before it, as soon as that one's last word is there."""
+        if self.ranks is None or beat.STATES[self.slots[beat.STATE]] != "failed":
+            return
+        ranks, b, until, found = self.ranks, beat.read(self.memory), time.monotonic() + OTHERS, [""]
+
+        def ask() -> None:  # the run directory's disk may hang
+            while not (first := ranks.first_failure(b)) and time.monotonic() < until:
+                time.sleep(0.1)
+                ranks.read()
+                if not ranks.someone_else() and time.monotonic() > until - OTHERS / 2:
+                    break
+            found[0] = first
+
+        asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(1.0)
-        if found and found[0]:
+        asking.join(OTHERS)
+        if found[0]:
             self.say(found[0])
 
     def fatal(self) -> str:
@@ -307,9 +289,7 @@ class Sidecar:
             keep = Outlet("error.txt", events.Appender(self.folder / "error.txt"))
             keep.put(raw.encode(errors="replace"))
             keep.close(0.3)
-        blocks = raw.strip().split("\n\n")
-        current = next((block for block in blocks if "Current thread" in block), blocks[-1])
-        return f"{raw.strip().splitlines()[0]} at {top_line(current)}"
+        return fault(raw)
 
     def close(self) -> None:
         """Leave the last beat in the run directory, and wait a moment for what is being written."""
@@ -318,105 +298,10 @@ class Sidecar:
         for outlet in (self.out, self.log, self.events):
             if outlet is not None:
                 outlet.close(0.8)
-        keep = Outlet("beat", lambda _data: self.keep_beat())
+        place, rank = Path(self.given["beat"]), self.given["rank"]
+        keep = Outlet("beat", lambda _data: beat.keep(self.folder, rank, place, self.memory))
         keep.put(b"")
         keep.close(0.3)
-
-    def keep_beat(self) -> None:
-        """A plain copy in place of the link, if the link is still this run's."""
-        place = Path(self.given["beat"])
-        link = self.folder / beat_name(self.given["rank"]) if self.folder is not None else None
-        with contextlib.suppress(OSError):
-            if link is not None and link.is_symlink() and os.readlink(link) == str(place):  # noqa: PTH115
-                side = link.with_name(f".{link.name}")
-                try:
-                    side.write_bytes(bytes(self.memory[: beat.SIZE]))
-                    side.replace(link)
-                except OSError:  # a full disk: no half record, and no link that leads nowhere
-                    side.unlink(missing_ok=True)
-                    link.unlink()
-        with contextlib.suppress(OSError):
-            place.unlink()
-
-
-class Ranks:
-    """The beats of the other ranks of this host, in the same run directory."""
-
-    EVERY, SLOW = 30.0, 1.5
-
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        self.folder, self.rank, self.next = folder, rank, 0.0
-        self.beats: dict[int, dict[str, Any]] = {}
-        self.before: dict[int, dict[str, Any]] = {}
-        self.said: tuple[int, str] | None = None
-
-    def start(self) -> None:
-        """Read them in a thread: the run directory may lie on a disk that hangs."""
-
-        def work() -> None:
-            while True:
-                self.beats = self.read()
-                time.sleep(self.EVERY / 3)
-
-        threading.Thread(target=work, daemon=True).start()
-
-    def read(self) -> dict[int, dict[str, Any]]:
-        found = {}
-        for path in self.folder.glob("beat*") if self.folder is not None else ():
-            with contextlib.suppress(OSError, ValueError):
-                b = beat.read(path)
-                found[b["rank"]] = b
-        return found
-
-    def straggler(self, now: float) -> str:
-        """One line when a rank spends far more time in a phase of its own than the others; "" else.
-
-        All ranks make their steps together, so what differs is where they spend them: the slow one in data, copying or
-        forward, the others in backward, where they wait for it.
-        """
-        if now < self.next:
-            return ""
-        self.next = now + self.EVERY
-        ranks, before = self.beats, self.before
-        self.before = ranks
-        if len(ranks) < 2 or not before:
-            return ""
-        own: dict[int, dict[str, float]] = {}
-        for r, b in ranks.items():
-            if r not in before or b["step"] <= before[r]["step"]:
-                continue
-            steps = b["step"] - before[r]["step"]
-            own[r] = {
-                name: (b["phases"][name][1] - before[r]["phases"].get(name, (0, 0.0, 0.0))[1]) / steps
-                for name in ("waiting for data", "copying", "forward")
-            }
-        if len(own) < 2:
-            return ""
-        total = {r: sum(parts.values()) for r, parts in own.items()}
-        slow = max(total, key=lambda r: total[r])
-        usual = median(v for r, v in total.items() if r != slow)
-        if usual <= 0 or total[slow] < self.SLOW * usual:
-            return ""
-        others = {n: median(own[r][n] for r in own if r != slow) for n in own[slow]}
-        where = max(own[slow], key=lambda n: own[slow][n] - others[n])
-        if self.said == (slow, where):
-            return ""
-        self.said = (slow, where)
-        return f"rank {slow} is {total[slow] / usual:.1f} times slower than the others: {where}"
-
-    def first_failure(self, mine: dict[str, Any]) -> str:
-        """The rank that failed before this one, in a line; "" when none did."""
-        failed = []
-        if self.folder is not None:
-            with contextlib.suppress(OSError):
-                failed = [e for e in events.read(self.folder / "events.jsonl") if e.get("event") == "end"]
-        failed = [
-            e for e in failed if e.get("time", 0) >= mine["started_wall"] and e.get("how") in ("error", "vanished")
-        ]
-        first = min(failed, key=lambda e: e["time"], default=None)
-        if first is None or first.get("rank") == self.rank:
-            return ""
-        return f"rank {first['rank']} failed first: {first.get('text')}"
 
 
 def instance(b: dict[str, Any]) -> str:
@@ -431,61 +316,13 @@ def need(b: dict[str, Any]) -> float:
     return float(b["bytes"] / busy) if busy > 1 else 0.0
 
 
-def median(values: Iterable[float]) -> float:
-    """The middle one; 0 of none. (The statistics module would cost 3 MB.)"""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2] if ordered else 0.0
-
-
-def beat_name(rank: int) -> str:
-    """The beat's name in the run directory."""
-    return "beat" if rank == 0 else f"beat.{rank}"
-
-
-def listener(pid: int, seen: Process) -> int:
-    """The thread that is asked for the stacks.
-
-    One that runs, since it then stands still while the frames are read; else one of the recorder's own, so that no
-    system call of the program is interrupted.
-    """
-    own = [tid for tid, (name, _) in seen.threads.items() if name == "eyas-record"]
-    running = [tid for tid, (name, wait) in seen.threads.items() if name != "eyas-record" and wait.family == "run"]
-    return pid if pid in running else (running or own or [pid])[0]
-
-
-def send(pid: int, tid: int, number: int) -> bool:
-    """A signal to one thread; whether it went out."""
-    try:
-        return bool(ctypes.CDLL(None).tgkill(pid, tid, number) == 0)
-    except AttributeError:  # a C library without it
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
-            return True
-    return False
-
-
-def top_line(block: str) -> str:
-    """The innermost frame of one thread of a dump of faulthandler, and who called it if that is Python's own library:
-    `threading.py:331 in wait, from train.py:88 in step`."""
-    frames = []
-    for line in block.splitlines():
-        if line.strip().startswith("File "):
-            path, _, rest = line.strip().removeprefix('File "').partition('", line ')
-            number, _, function = rest.partition(" in ")
-            frames.append((path, f"{os.path.basename(path)}:{number} in {function}"))  # noqa: PTH119
-    if not frames:
-        return "no Python frame"
-    outside = next((words for path, words in frames if "/lib/python3" not in path or "-packages/" in path), "")
-    first = frames[0][1]
-    return first if outside in ("", first) else f"{first}, from {outside}"
-
-
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     sidecar = Sidecar(json.loads(sys.argv[1]))
     try:
         sidecar.watch()
+        sidecar.others()
     except Exception as e:
         sidecar.say(f"the recorder's side process failed ({type(e).__name__}: {e}): a silent run stays silent now")
     sidecar.close()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from eyas.device import pick_device
-from eyas.errors import EyasError
+from eyas.errors import EyasError, OtherRankGone
 
 
 @dataclass(frozen=True)
@@ -155,5 +155,5 @@ def other_ranks_gone() -> Iterator[None]:
         yield
     except RuntimeError as e:
         if dist.is_initialized() and ("gloo" in str(e) or "NCCL" in str(e) or isinstance(e, dist.DistError)):
-            raise EyasError(f"another rank is gone, see what it said ({str(e).splitlines()[0]})") from None
+            raise OtherRankGone(f"another rank is gone, see what it said ({str(e).splitlines()[0]})") from None
         raise

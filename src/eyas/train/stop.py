@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM ask a run to stop after its step: it saves and tells how to go on. A second one does not ask.
+"""Ctrl-C, SIGTERM and SIGUSR1 ask a run to stop after its step: it saves and tells how to go on. A second one does not
+ask. (SIGUSR1 is what schedulers are told to send some minutes before the end: `sbatch --signal=USR1@300`.)
 
 One that follows at once is the same one: a launcher passes on what the terminal has sent to all.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 AT_ONCE = 2.0  # seconds
 
 

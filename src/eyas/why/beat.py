@@ -30,6 +30,7 @@ QUIET = {
     "reading verifier": ("quiet.initialising", "reads the verifier"),
     "indexing": ("quiet.initialising", "reads the index of the data"),
     "compiling": ("quiet.compiling", "compiles"),
+    "starting the engine": ("quiet.initialising", "starts the engine"),
     "validating": ("quiet.evaluating", "validates"),
     "saving": ("quiet.checkpointing", "saves a checkpoint"),
     "finishing": ("quiet.initialising", "finishes"),
@@ -302,7 +303,9 @@ def _pace(b: dict[str, Any]) -> str:
 def _seconds_per_step(b: dict[str, Any]) -> float | None:
     """Seconds a step takes, from what the loop's phases have taken so far."""
     done = b["step"] - b["first_step"]
-    inside = sum(b["phases"][name][1] for name in (*WORK, "waiting for data") if name in b["phases"])
+    inside = sum(
+        b["phases"][name][1] for name in (*WORK, "waiting for data", "waiting for ranks") if name in b["phases"]
+    )
     return round(inside / done, 4) if done > 0 and inside > 0 else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +65,58 @@ def test_a_device_that_never_answers_costs_no_memory_without_end() -> None:
         assert len(clock._pairs) <= 513, event
 
 
+class Loss:
+    """A scalar on that device: whoever reads its value on the host waits for the device."""
+
+    is_cuda = True
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def detach(self) -> Loss:
+        return self
+
+    def item(self) -> float:
+        self.device.waits += 1
+        return 2.5
+
+    __float__ = cpu = tolist = item
+
+
+class Pinned:
+    """A scalar in host memory."""
+
+    value = float("nan")
+
+    def copy_(self, other: Loss, non_blocking: bool = False) -> None:
+        other.device.waits += not non_blocking
+        self.value = 2.5
+
+    def __float__(self) -> float:
+        return self.value
+
+
+def fake_torch(device: Device) -> Any:
+    cuda = SimpleNamespace(Event=device.event, memory_reserved=lambda: 1 << 30, synchronize=lambda: Loss(device).item())
+    return SimpleNamespace(cuda=cuda, float32=None, empty=lambda _shape, **_how: Pinned())
+
+
+def test_a_recorded_loop_never_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, said = Device(), []
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(device))
+    with Record(tmp_path / "run", say=said.append, make=True) as record:
+        record.begin(200, device="cuda:0")
+        for i in record.data(range(200)):
+            with record.phase("forward"):
+                loss = Loss(device)
+            record.step(loss=loss, tokens=10)
+            assert device.waits == 0, f"step {i}"
+        assert record.beat_values()["loss"] == 2.5 and record.gpu is not None and record.gpu.busy > 0.5
+        float(Loss(device))
+        assert device.waits == 1, "it would have been counted"
+    assert "loss 2.5000" in said[-1] and "GPU " in said[-1]
+
+
 def test_on_a_real_gpu_nothing_is_synchronised() -> None:
     import torch
 
@@ -81,7 +135,7 @@ def test_on_a_real_gpu_nothing_is_synchronised() -> None:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     record.step(loss=loss)
-    assert record._gpu is not None and record._gpu.busy > 0
+    assert record.gpu is not None and record.gpu.busy > 0
     late = LateValues(torch)
     late.put(loss)
     torch.cuda.synchronize()

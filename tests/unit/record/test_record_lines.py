@@ -11,7 +11,6 @@ from eyas.record import phases as phases_module
 from eyas.record import record as record_module
 from eyas.record.console import step_line
 from eyas.record.record import Record
-from eyas.record.sidecar import Ranks
 from eyas.record.words import clock, phase_words
 
 
@@ -130,24 +129,3 @@ def test_the_words_of_a_line() -> None:
         "step 812/45,000 · epoch 1/10 · loss 2.0312 · accuracy 0.500/0.250 · lr 1.00e-03 · 8,120 tokens/s · "
         "data wait 40% · 200.0 MB/s of the 500 needed · 1 h 57 min left"
     )
-
-
-def test_a_straggler_is_named_with_its_phase() -> None:
-    def beats(step: int) -> dict[int, dict[str, Any]]:
-        data = {r: 0.09 if r == 5 else 0.01 for r in range(8)}
-        return {
-            r: {
-                "rank": r, "step": step,
-                "phases": {"waiting for data": (step, step * data[r], 0.0), "copying": (0, 0.0, 0.0),
-                           "forward": (step, step * 0.09, 0.0)},
-            } for r in range(8)
-        }  # fmt: skip
-
-    ranks = Ranks(None, 0)
-    ranks.beats = beats(10)
-    assert ranks.straggler(100.0) == ""
-    ranks.beats = beats(40)
-    assert ranks.straggler(101.0) == "", "not more often than every half a minute"
-    assert ranks.straggler(131.0) == "rank 5 is 1.8 times slower than the others: waiting for data"
-    ranks.beats = beats(70)
-    assert ranks.straggler(162.0) == "", "said once"
