@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from eyas.config import TrainConfig
-from eyas.errors import EyasError
+from eyas.errors import EyasError, OtherRankGone
 from eyas.train import stop
 from eyas.train.objective import pack_seed
 from eyas.train.optim import check_optimiser, learning_rate
-from eyas.train.parallel import Ranks, held_back, whole
+from eyas.train.parallel import Ranks, held_back, other_ranks_gone, whole
 
 
 def config(**settings: object) -> TrainConfig:
@@ -79,3 +79,14 @@ def test_every_pack_has_a_seed_of_its_own() -> None:
     seeds = {pack_seed(seed, epoch, pack) for seed in range(3) for epoch in range(5) for pack in range(50)}
     assert len(seeds) == 3 * 5 * 50
     assert pack_seed(1, 2, 3) == pack_seed(1, 2, 3)
+
+
+def test_a_rank_that_is_gone_is_one_line_without_torchs_own_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    told = "[/p/gloo/tcp/pair.cc:537] Read error [127.0.0.1]:22: Connection reset. It is\nmore"
+    with pytest.raises(OtherRankGone) as caught, other_ranks_gone():
+        raise RuntimeError(told)
+    said = "another rank is gone, see what it said (Read error [127.0.0.1]:22: Connection reset)"
+    assert str(caught.value) == said
+    with pytest.raises(RuntimeError, match="shapes"), other_ranks_gone():
+        raise RuntimeError("shapes do not fit")

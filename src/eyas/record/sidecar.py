@@ -73,6 +73,7 @@ class Sidecar:
         self.out = Outlet("standard output", lambda data: write_all(1, data))
         self.log: Outlet | None = None
         self.events: Outlet | None = None
+        self.early: list[bytes] = []  # lines said before there is a log.txt
         self.spoke = 0.0
         self.limits = Limits(given["limits"])
         self.before: tuple[float, Process] | None = None
@@ -94,14 +95,16 @@ class Sidecar:
         if self.log is None and self.folder is not None and self.slots[beat.RUN_OPEN]:
             self.log = Outlet("log.txt", events.Appender(self.folder / "log.txt"))
             self.events = Outlet("events.jsonl", events.Appender(self.folder / "events.jsonl"))
+            while self.early:
+                self.log.put(self.early.pop(0))
 
     def say(self, text: str) -> None:
         """One line in the log, now."""
         self.spoke = time.monotonic()
         self.slots[beat.SPOKE] = int(self.spoke * 1e9)
         self.out.put(f"{self.given['prefix']}{text}\n".encode(errors="replace"))
-        if self.log is not None:
-            self.log.put(stamped(text))
+        put = self.log.put if self.log is not None else self.early.append
+        put(stamped(text))
 
     def event(self, kind: str, **fields: Any) -> None:
         if self.events is not None:

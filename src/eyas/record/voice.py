@@ -23,7 +23,7 @@ class Voice:
         self._out = Outlet("standard output", lambda data: say(data.decode().rstrip("\n")), self._failed)
         self._log: Outlet | None = None
         self._events: Outlet | None = None
-        self._early: list[tuple[str, dict[str, Any] | None]] = []  # (line, None), or (kind of event, its fields)
+        self._early: tuple[list[bytes], list[bytes]] = ([], [])  # of log.txt, of events.jsonl; with their own times
 
     @property
     def kept(self) -> bool:
@@ -35,12 +35,9 @@ class Voice:
         self._log = Outlet("log.txt", events.Appender(folder / "log.txt"), self._failed)
         self._events = Outlet("events.jsonl", events.Appender(folder / "events.jsonl"), self._failed)
         self.event("start", schema=events.SCHEMA, **start)
-        early, self._early = self._early, []
-        for text, fields in early:
-            if fields is None:
-                self.keep(text)
-            else:
-                self.event(text, **fields)
+        for outlet, early in zip((self._log, self._events), self._early, strict=True):
+            while early:
+                outlet.put(early.pop(0))
 
     def line(self, text: str) -> None:
         """On standard output and in log.txt."""
@@ -49,17 +46,13 @@ class Voice:
 
     def keep(self, text: str) -> None:
         """In log.txt alone."""
-        if self._log is not None:
-            self._log.put(stamped(text))
-        else:
-            self._early.append((text, None))
+        put = self._log.put if self._log is not None else self._early[0].append
+        put(stamped(text))
 
     def event(self, kind: str, **fields: Any) -> None:
         """In events.jsonl."""
-        if self._events is not None:
-            self._events.put(events.line(kind, self.rank, **fields))
-        else:
-            self._early.append((kind, fields))
+        put = self._events.put if self._events is not None else self._early[1].append
+        put(events.line(kind, self.rank, **fields))
 
     def close(self, seconds: float) -> None:
         """Write what is left, at most so long in all."""

@@ -12,6 +12,7 @@ over gloo, on the CPU: they never wait for a GPU.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,5 +156,6 @@ def other_ranks_gone() -> Iterator[None]:
         yield
     except RuntimeError as e:
         if dist.is_initialized() and ("gloo" in str(e) or "NCCL" in str(e) or isinstance(e, dist.DistError)):
-            raise OtherRankGone(f"another rank is gone, see what it said ({str(e).splitlines()[0]})") from None
+            cause = re.sub(r"^\[\S+:\d+\] ", "", str(e).splitlines()[0]).partition(". ")[0]  # no place in torch's code
+            raise OtherRankGone(f"another rank is gone, see what it said ({cause})") from None
         raise
