@@ -11,6 +11,7 @@ import torch
 from eyas.config import TrainConfig
 from eyas.errors import EyasError, OtherRankGone
 from eyas.train import stop
+from eyas.train.command import recorder
 from eyas.train.objective import pack_seed
 from eyas.train.optim import check_optimiser, learning_rate
 from eyas.train.parallel import Ranks, held_back, other_ranks_gone, whole
@@ -28,6 +29,9 @@ def test_without_torchrun_there_is_one_rank_and_nothing_to_agree_on(monkeypatch:
     ranks = Ranks.join("cpu")
     assert (ranks.rank, ranks.local_rank, ranks.world, ranks.first) == (0, 0, 1, True)
     assert ranks.sum([2.0, 3.0]) == [2.0, 3.0] and ranks.any(True) and not ranks.any(False)
+    record = recorder(config())
+    assert (record.rank, record.world) == (0, 1), "and each of them speaks"
+    record.beat.unlink()
 
 
 def test_one_device_for_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

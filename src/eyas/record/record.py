@@ -53,6 +53,7 @@ class Record:
     folder: the run directory, made by `open`; None keeps everything in memory and says lines only (tests, notebooks).
     total: steps in all, 0 if not known. say: where lines go; None is standard output. resume: the command that goes on.
     make: make the run directory at once, and not when the caller has checked what it was given. unit: what is counted.
+    rank, world: None for what the launcher says (RANK, WORLD_SIZE).
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Record:
         say: Say | None = None,
         resume: str = "",
         rank: int | None = None,
+        world: int | None = None,
         interval: float = INTERVAL,
         limits: dict[str, float] | None = None,
         sinks: Sequence[str] = (),
@@ -72,7 +74,7 @@ class Record:
     ) -> None:
         self.folder, self.name, self.resume, self.interval = folder, name, resume, interval
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
         self.total, self.steps, self.tokens, self.nbytes = total, 0, 0, 0
         self.latest: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self._own_say, self._limits, self._sinks, self._make = say, limits or {}, list(sinks), make

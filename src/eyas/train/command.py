@@ -6,6 +6,7 @@ seconds pass without one.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from eyas.config import TrainConfig
@@ -24,6 +25,13 @@ def train(config: TrainConfig, say: Say | None = None) -> dict[str, Any]:
 
 def recorder(config: TrainConfig, say: Say | None = None) -> Record:
     """The recorder of a training run; it begins with its `with` block."""
+    together = "LOCAL_RANK" in os.environ  # as `Ranks.join` has it
     return Record(
-        config.output_dir, "eyas train", say=say, resume=resume_command(config.output_dir), sinks=config.sinks()
+        config.output_dir,
+        "eyas train",
+        say=say,
+        resume=resume_command(config.output_dir),
+        sinks=config.sinks(),
+        rank=None if together else 0,
+        world=None if together else 1,
     )
