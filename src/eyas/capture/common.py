@@ -198,6 +198,11 @@ class Progress:
         self.new_samples = self.new_tokens = 0
         self.started = self.said = time.monotonic()
 
+    @property
+    def share(self) -> float:
+        """Of all that is to be captured, how much is there (0..1)."""
+        return self.samples / self.all_samples if self.all_tokens is None else self.tokens / self.all_tokens
+
     def start(self) -> None:
         """Say the first line; the clock runs from here."""
         self.started = self.said = time.monotonic()

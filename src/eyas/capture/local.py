@@ -113,7 +113,7 @@ def capture(
             manifest = replace(manifest, channels=_calibrate(run, prepared, todo, batch_tokens))
         with StoreWriter(output, manifest) as writer:
             record.open()
-            record.begin(progress.all_samples, progress.samples, kind)
+            record.begin(progress.all_samples, progress.samples, kind, progress.share)
             checked = -1
             for batch in _batches(prepared, todo, batch_tokens):
                 record.enter("forward")
@@ -130,7 +130,7 @@ def capture(
                 for i, s in zip(batch, states, strict=True):
                     writer.add(prepared.ids[i], prepared.input_ids[i], prepared.loss_mask[i], s)
                 progress.add(len(batch), sum(map(len, rows)))
-                record.count(progress.samples, progress.tokens)
+                record.count(progress.samples, progress.tokens, progress.share)
             record.enter("finishing")
     size = sum(p.stat().st_size for p in output.iterdir() if p.is_file())
     agreement = min(agreements) if agreements else None

@@ -146,11 +146,11 @@ def capture(
         say(f"capture: starting vLLM on {verifier.config.name} ({str(number_type).removeprefix('torch.')})")
         with _engine(verifier, manifest, output, number_type, longest, in_flight, engine_args or {}) as engine:
             progress.start()
-            record.begin(progress.all_samples, progress.samples)
+            record.begin(progress.all_samples, progress.samples, done=progress.share)
             record.enter(SERVING)
             for conversation in _serve(engine, todo, answers, in_flight, record):
                 progress.add(1, len(conversation.tokens))
-                record.count(progress.samples, progress.tokens)
+                record.count(progress.samples, progress.tokens, progress.share)
                 if conversation.name not in kept:
                     conversation.tokens = []  # the store has them
             record.enter("saving")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from eyas.record.outlet import name_thread, write_all
-from eyas.record.words import clock, rate_words
+from eyas.record.words import clock, phase_words, rate_words
 
 if TYPE_CHECKING:
     from eyas.record.record import Record
@@ -72,7 +72,10 @@ def figure(name: str, value: Any) -> str:
 
 
 class Live:
-    """The display on a terminal: two rows of figures and a bar, below the lines that are said."""
+    """The display on a terminal, below the lines that are said: a bar, the phase, the figures.
+
+    Each has rows of its own, so that figures stand still while phases change, and no row breaks inside a figure.
+    """
 
     def __init__(self, record: Record) -> None:
         from rich.console import Console
@@ -85,8 +88,8 @@ class Live:
         self._thread = threading.Thread(target=self._work, name="eyas-live", daemon=True)
 
     def line(self, text: str) -> None:
-        """A line above the display."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """A line above the display, broken between words; a command is left whole, for who copies it."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap="go on" in text)
 
     def start(self) -> None:
         self.live.start()
@@ -106,21 +109,30 @@ class Live:
 
     def render(self) -> Any:
         """What is seen now."""
+        from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         b = self.record.beat_values()
         figures, speed = self.record.latest
+        width = self.console.width
         grid = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=b["total"] or None, completed=b["step"], width=40, pulse=not b["total"])
-        left = f"{clock(speed['left'])} left" if speed.get("left") is not None else ""
-        grid.add_row(bar, f"step {b['step']:,}/{b['total']:,}" if b["total"] else f"step {b['step']:,}", left)
+        bar = ProgressBar(b["total"] or None, b["step"], width=max(8, min(40, width - 40)), pulse=not b["total"])
+        done = f"{b['unit']} {b['step']:,}" + (f"/{b['total']:,}" if b["total"] else "")
+        grid.add_row(bar, done, f"{clock(speed['left'])} left" if speed.get("left") is not None else "")
         facts = step_line(b["step"], b["total"], figures, {**speed, "left": None}).split(" · ")[1:]
-        now = f"{b['phase']} {time.monotonic() - b['since']:.0f} s"
-        if b["phase"] == "waiting for data" and b["file"]:
-            now += f" · {b['file']}"
-        table = Table.grid()
-        table.add_row(grid)
-        table.add_row(Text(" · ".join([now, *facts])))
-        return table
+        now = phase_words(b, time.monotonic(), speed.get("bytes_per_s") or 0.0)
+        rows = [Text(row, no_wrap=True, overflow="ellipsis") for row in (now, *filled(facts, width))]
+        return Group(grid, *rows)
+
+
+def filled(parts: list[str], width: int) -> list[str]:
+    """The parts in rows of at most `width` columns, broken between them."""
+    rows: list[str] = []
+    for part in parts:
+        if rows and len(rows[-1]) + 3 + len(part) <= width:
+            rows[-1] += f" · {part}"
+        else:
+            rows.append(part)
+    return rows

@@ -17,18 +17,25 @@ class Meter:
     def __init__(self, record: Record) -> None:
         self.record = record
         self._last = self._now()
-        self._spent = list(record.phases.spent)
+        self._spent = self._spent_now()
 
     def _now(self) -> tuple[float, int, int, float, float, float]:
         r = self.record
         gpu = r.gpu.busy if r.gpu is not None else 0.0
         return time.monotonic(), r.tokens, r.nbytes, r.phases.seconds("waiting for data"), gpu, time.process_time()
 
+    def _spent_now(self) -> list[int]:
+        """ns in each phase so far, what goes on now included."""
+        phases, spent = self.record.phases, list(self.record.phases.spent)
+        now, since = phases.state()
+        spent[now] += time.monotonic_ns() - since
+        return spent
+
     def take(self) -> dict[str, Any]:
         """The figures as a dict; starts anew."""
         now, last = self._now(), self._last
         self._last = now
-        spent, before = list(self.record.phases.spent), self._spent
+        spent, before = self._spent_now(), self._spent
         self._spent = spent
         seconds, tokens, nbytes, waited, gpu, cpu = (b - a for a, b in zip(last, now, strict=True))
         seconds = max(seconds, 1e-9)
@@ -42,7 +49,7 @@ class Meter:
             "phases": {
                 name: round((spent[i] - before[i]) / 1e9 / seconds, 4)
                 for name, i in self.record.phases.numbers.items()
-                if spent[i] != before[i]
+                if spent[i] > before[i]
             },
             "gpu": round(min(1.0, gpu / seconds), 4) if self.record.gpu is not None else None,
         }

@@ -362,9 +362,12 @@ class Record:
         if now + pace - self._spoke > self._line_ns or first or n == self.total:
             self._step_line(n, loss, figures)
 
-    def count(self, done: int, tokens: int = 0) -> None:
-        """So many of the units are done, with so many tokens in all: for work that says its own lines."""
-        self.steps, self.tokens = done, tokens
+    def count(self, done: int, tokens: int = 0, share: float | None = None) -> None:
+        """So many of the units are done, with so many tokens in all: for work that says its own lines.
+
+        share: of the whole work (0..1), for the time that is left, where units do not cost the same.
+        """
+        self.steps, self.tokens, self.share = done, tokens, share
         now, q = monotonic_ns(), self._q
         q[_NOW], q[_STEP], q[_TOKENS], q[_BYTES] = now, done, tokens, self.nbytes
         self.progress(0)

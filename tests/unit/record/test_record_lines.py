@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import time
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from eyas.record import phases as phases_module
 from eyas.record import record as record_module
-from eyas.record.console import step_line
+from eyas.record.console import Live, step_line
 from eyas.record.record import Record
 from eyas.record.words import clock, phase_words
 
@@ -129,3 +132,43 @@ def test_the_words_of_a_line() -> None:
         "step 812/45,000 · epoch 1/10 · loss 2.0312 · accuracy 0.500/0.250 · lr 1.00e-03 · 8,120 tokens/s · "
         "data wait 40% · 200.0 MB/s of the 500 needed · 1 h 57 min left"
     )
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_display_breaks_no_figure_and_stays_within_its_terminal(width: int, clock_: Clock) -> None:
+    rec = Record(None, say=lambda _text: None)
+    live = Live(rec)
+    live.console = Console(width=width, file=io.StringIO(), color_system=None)
+    rec.begin(162_000)
+    clock_.now += 2
+    rec.step(loss=0.1721, tokens=9000, epoch="2/300", accuracy=[0.233, 0.07, 0.116], lr=1.31e-4, grad_norm=0.18)
+    rec.enter("waiting for data")
+    live.console.print(live.render())
+    bar, now, *figures = live.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "step 1/162,000" in bar and "left" in bar and now.startswith("waiting for data ")
+    parts = " · ".join(line.rstrip() for line in figures).split(" · ")
+    assert {"loss 0.1721", "lr 1.31e-04", "accuracy 0.233/0.070/0.116", "grad norm 0.18"} <= set(parts)
+    assert all(len(line) <= width for line in (bar, now, *figures))
+
+
+def test_shares_of_phases_count_the_one_that_goes_on_and_no_time_twice() -> None:
+    rec = Record(None)
+    rec.enter("generating")
+    time.sleep(0.05)
+    rec.begin(10)  # the meter begins here, in the middle of the phase
+    time.sleep(0.1)
+    first = rec._event_meter.take()["phases"]
+    assert set(first) == {"generating"} and first["generating"] == pytest.approx(1.0, abs=0.02)
+    time.sleep(0.05)
+    rec.enter("saving")
+    time.sleep(0.05)
+    both = rec._event_meter.take()["phases"]
+    assert set(both) == {"generating", "saving"} and sum(both.values()) == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_time_left_follows_the_work_and_not_the_units(clock_: Clock) -> None:
+    rec = Record(None)
+    rec.begin(100)
+    clock_.now += 10.0
+    rec.count(10, 5000, share=0.5)  # the longest samples come first
+    assert rec._speed(rec._event_meter)["left"] == pytest.approx(10.0)
