@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def _silent(_text: str) -> None:
 class Job:
     """`torchrun -m eyas train` on two ranks, each with its own log."""
 
-    def __init__(self, made: Made, folder: Path, store: Path | None = None) -> None:
+    def __init__(self, made: Made, folder: Path, store: Path | None = None, paths: Sequence[Path] = ()) -> None:
         self.run, self.logs = folder / "run", folder / "logs"
         words = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--log-dir",
@@ -79,10 +79,11 @@ class Job:
             "--batch-tokens", BATCH, "--dtype", "fp32", "--epochs", 100, "--val-ratio", 0,
         ]  # fmt: skip
         self.said = folder / "torchrun.txt"
+        source = ":".join(map(str, [*paths, Path(package.__file__).parents[1]]))
         with self.said.open("wb") as out:
             self.process = subprocess.Popen(
                 list(map(str, words)), stdout=out, stderr=out, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(package.__file__).parents[1])},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source},
             )  # fmt: skip
 
     def beat(self, rank: int) -> dict[str, Any]:
@@ -171,6 +172,24 @@ def test_a_rank_that_is_stopped_is_the_one_that_is_waited_for(job: Job) -> None:
     step = job.beat(0)["step"]
     os.kill(one, signal.SIGCONT)
     job.until(lambda: job.beat(0)["step"] > step + 20, 60)
+
+
+def test_a_rank_that_sleeps_is_named_with_where_it_does(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, time\n"
+        "if os.environ.get('RANK') == '1': signal.signal(signal.SIGUSR2, lambda *_: time.sleep(25))\n"
+    )
+    job = Job(made, tmp_path, paths=[tmp_path])
+    try:
+        _, one = job.trains()
+        os.kill(one, signal.SIGUSR2)
+        line = job.says("is behind")
+        step = job.beat(0)["step"]
+        assert line.startswith("rank 0: step ") and f"rank 1 (PID {one}) is behind: step " in line, line
+        assert "no CPU used; the main thread is sleeping by the clock" in line.partition("is behind")[2], line
+        job.until(lambda: job.beat(0)["step"] > step + 20, 60)
+    finally:
+        job.end()
 
 
 def test_a_rank_at_a_third_of_the_speed_is_named_with_what_it_is_slow_in(job: Job) -> None:

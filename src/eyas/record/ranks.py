@@ -2,8 +2,8 @@
 
 All ranks make their steps together, so a rank in trouble shows as another one that waits. The beats of this host's
 ranks tell which: the slow one spends its time in data, copying or forward, the others in waiting for it; and in a step
-that does not end, the one that everybody waits for is the one that stands before the others in it. What /proc shows of
-that one is the reason.
+that does not end, the one that everybody waits for is the one that stands before the others in it, or that sleeps or
+waits for a disk at the same place. What /proc shows of that one is the reason.
 
 Ranks of other hosts are seen in events.jsonl alone, where the run directory is shared. Standard library only.
 """
@@ -22,6 +22,7 @@ from eyas.record import beat, events
 from eyas.record.limits import median
 from eyas.record.look import Process, look, status_words, words
 from eyas.record.words import phase_words, step_words
+from eyas.why.waits import is_storage
 
 FIND_SECONDS = 2.0  # between two looks for ranks that have come
 WINDOW, STEPS, WINDOWS = 4.0, 2, 2  # a rank is slow in WINDOWS windows in a row of so many seconds and steps, at least
@@ -121,8 +122,9 @@ class Ranks:
             if lost:
                 who = f"rank {rank} (PID {self.beats[rank]['pid']})"
                 return f"{who} {does}" if mine["phase"] in OWN else f"waits for {who}, which {does}"
-        last = min(self.beats, key=lambda r: _place(self.beats[r]))
-        if mine["phase"] in OWN or _place(self.beats[last]) == _place(mine):
+        places = {r: (*_place(b), not _elsewhere(b["pid"])) for r, b in self.beats.items()}
+        last = min(places, key=lambda r: places[r])
+        if mine["phase"] in OWN or places[last] == places[self.rank]:
             return ""
         return f"rank {last} (PID {self.beats[last]['pid']}) is behind: {others[last][1]}"
 
@@ -193,3 +195,9 @@ def _spent(b: dict[str, Any], before: dict[str, Any], phase: str) -> float:
 def _place(b: dict[str, Any]) -> tuple[int, int]:
     """How far a rank is: its step, and where in the next one."""
     return b["step"], STEP.index(b["phase"]) if b["phase"] in STEP else -1
+
+
+def _elsewhere(pid: int) -> bool:
+    """Whether a main thread waits for something that no other rank is: a clock, a disk."""
+    main = look(pid).threads.get(pid)
+    return main is not None and main[1].blocked and (main[1].family == "sleep" or is_storage(main[1].family))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,9 @@ def test_ranks_that_stand_still_or_come_late_are_no_stragglers() -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[tuple[Ranks, Path, subprocess.Popen[bytes]]]:
-    """Rank 0 is this process, rank 1 one that sleeps; both have a beat in the run directory."""
-    other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    """Rank 0 is this process, rank 1 one that waits for a signal; both have a beat in the run directory."""
+    program = "import signal, time; signal.signal(12, lambda *_: time.sleep(100)); signal.pause()"
+    other = subprocess.Popen([sys.executable, "-S", "-c", program])
     ranks = Ranks(tmp_path, 0)
     for rank, pid in enumerate((os.getpid(), other.pid)):
         made = Beat("run", rank, 2, 300, tmp_path / f"{rank}.beat")
@@ -100,6 +102,20 @@ def test_the_rank_that_stands_before_the_others_is_behind(job: Any) -> None:
     at(ranks, 0, "forward")
     at(ranks, 1, "waiting for data")
     assert ranks.waited_for(100.0) == "", "it computes, and waits for nobody"
+
+
+def test_of_ranks_at_the_same_place_the_one_that_sleeps_is_waited_for(job: Any) -> None:
+    ranks, _, other = job
+    at(ranks, 0, "backward")
+    at(ranks, 1, "backward")
+    while "pause" not in Path(f"/proc/{other.pid}/wchan").read_text():
+        time.sleep(0.01)
+    assert ranks.waited_for(100.0) == ""
+    os.kill(other.pid, 12)  # SIGUSR2
+    while not (line := ranks.waited_for(100.0)):
+        pass
+    assert line.startswith(f"rank 1 (PID {other.pid}) is behind: step 12/300 · backward"), line
+    assert "sleeping by the clock" in ranks.waited_for(101.0)
 
 
 def test_a_rank_that_can_do_nothing_any_more_is_waited_for(job: Any) -> None:
