@@ -170,8 +170,8 @@ class Sidecar:
         if (stall or unusual) and not seen.stopped:
             top = self.stacks(b)
         where = f"rank {b['rank']}: " if self.given["world"] > 1 else ""
-        other = self.ranks.waited_for(now) if self.ranks is not None and still >= self.interval - 3 * LOOKS else ""
-        parts = [where + step_words(b), phase_words(b, now, self.rate, need(b)), other, shown, top]
+        other = self.ranks.waited_for(now) if self.ranks is not None and still >= self.interval / 3 else ""
+        parts = [where + step_words(b), phase_words(b, now, self.rate, need(b)), shown, top, other]
         self.say(" · ".join(p for p in parts if p))
         if stall and self.stalled != instance(b):
             self.stalled = instance(b)
