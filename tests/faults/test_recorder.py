@@ -258,5 +258,9 @@ def test_from_the_start_to_step_20_no_gap_of_more_than_10_s(tmp_path: Path) -> N
     found = json.loads((tmp_path / "record.json").read_text())
     assert found["max_log_gap_s"] <= 10.0, done.stdout
     assert found["first_line_s"] <= 2.0, done.stdout
-    waits = [line for line in done.stdout.splitlines() if "waiting for data" in line]
-    assert waits and all("data_" in line and "MB/s" in line and "waiting for the disk" in line for line in waits)
+    said = [line.partition(" s  ")[2] for line in done.stdout.splitlines() if " s  " in line]
+    steps = [line for line in said if line.startswith("step ") and " · epoch " in line]
+    silent = [line for line in said if "before the first step · " in line or "waiting for data " in line]
+    assert steps and all("data wait " in line and "MB/s" in line for line in steps), "a step says how much it waits"
+    named = ("waiting for the disk", "MB/s", "% CPU")
+    assert all(any(what in line for what in named) for line in silent), "a silence says what for"
