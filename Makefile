@@ -20,7 +20,7 @@ help:
 	@echo "make faults        the fault lab of eyas why: real processes in trouble (root: cgroups, mounts, FUSE)"
 	@echo "make accuracy      the lab and the snapshot corpus; writes docs/accuracy.md and .json"
 	@echo "make bench         the benchmarks; NAME=x runs bench/x.py"
-	@echo "make bench-store   the read path against the disk, the memory and torch.load; writes bench/out/store.json"
+	@echo "make bench-store   the read path against disk, memory, torch.load and speculators ($(ENGINES)); writes bench/out/store.json"
 	@echo "make bench-train   the training step beside speculators 0.9.0 and the machine's matrix peak ($(ENGINES))"
 	@echo "make bench-record  the recorder's cost and longest silence (root for the slow disk); writes bench/out/record.json"
 	@echo "make clean         removes both environments, caches and build outputs; runs/ stays"
@@ -83,8 +83,8 @@ bench: setup
 	   n=$${f##*/}; printf '%-24s %s\n' "NAME=$${n%.py}" "$$(sed -n '1s/^"""//p' "$$f" | sed 's/"""$$//')"; \
 	 done
 
-bench-store: setup
-	@$(BIN)/python bench/store.py $(ARGS)
+bench-store: setup $(ENGINES)/.ready
+	@EYAS_ENGINE_PYTHON=$(CURDIR)/$(ENGINES)/bin/python $(BIN)/python bench/store.py $(ARGS)
 
 bench-train: setup $(ENGINES)/.ready
 	@EYAS_ENGINE_PYTHON=$(CURDIR)/$(ENGINES)/bin/python $(BIN)/python bench/train.py $(ARGS)

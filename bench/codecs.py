@@ -1,10 +1,11 @@
-"""What does storing states in eight bits cost a drafter? One epoch on each codec, measured on the states as captured.
+"""What do eight bits, or a few logits, cost a drafter? One epoch on each, measured on the states as captured.
 
-    python bench/codecs.py runs/demo --verifier .cache/SmolLM2-135M-Instruct [--codec int8 --last trained]
+    python bench/codecs.py runs/demo --verifier .cache/SmolLM2-135M-Instruct [int8,trained bf16,logits:64 ...]
 
 The demo's store is converted to the codec, a drafter is trained on it for one epoch (three TTT steps, the demo's
 settings otherwise), and its figures are taken on the held-out samples of the original store: accept length at
-temperature 1 and greedy, by rounds. Nothing is decoded. One run each: differences under 0.01 are noise.
+temperature 1 and greedy, by rounds. Nothing is decoded. One run each: differences under 0.01 are noise. Kept logits
+have no states to be targets (`--state-weight`), so they stand beside bf16 without them (bf16,all,0).
 """
 
 from __future__ import annotations
@@ -23,18 +24,24 @@ from eyas.store.convert import convert
 from eyas.store.reader import open_source
 from eyas.train.batches import Loader, pack, split_source
 from eyas.train.loop import Run
+from eyas.train.setup import verifier_head
 from eyas.verifier import Verifier
 
+RUNS = ["bf16", "fp8", "int8", "int8,trained", "bf16,all,0", "bf16,logits:64", "bf16,logits:128"]
 SETTINGS: dict[str, Any] = {
     "lr": 0.002, "weight_decay": 0.05, "max_seq_len": 512, "batch_tokens": 512, "val_ratio": 0.08, "num_workers": 2,
     "step_weight_decay": 0.8, "state_weight": 16.0, "num_kv_heads": 9, "epochs": 1,
 }  # fmt: skip
 
 
-def measure(demo: Path, verifier_path: str, codec: str, last: str, folder: Path) -> dict[str, Any]:
-    """Convert, look, train, evaluate; the figures as one row."""
+def measure(demo: Path, verifier_path: str, run_: str, folder: Path) -> dict[str, Any]:
+    """Convert, look, train, evaluate; the figures as one row. run_: codec, rows of the last state, state weight."""
+    codec, last, weight = (*run_.split(","), *["all", ""][run_.count(",") :])[:3]
+    settings = dict(SETTINGS)
+    if weight or last.startswith("logits"):
+        settings["state_weight"] = float(weight or 0)
     verifier = Verifier(verifier_path)
-    data, row = demo / "store", {"codec": codec, "last": last}
+    data, row = demo / "store", {"codec": codec, "last": last, "state_weight": settings["state_weight"]}
     if (codec, last) != ("bf16", "all"):
         data = folder / "store"
         done = convert(demo / "store", data, verifier, codec=codec, last=last)
@@ -49,14 +56,15 @@ def measure(demo: Path, verifier_path: str, codec: str, last: str, folder: Path)
         data_dir=data,
         vocab_mapping_dir=demo / "vocab",
         output_dir=folder / "run",
-        **SETTINGS,
+        **settings,
     )
     run = Run(config)
     run.train()
     _, val, _ = split_source(source, config.max_seq_len, config.val_ratio)
     packs = pack(val, source.lengths, 512, config.max_seq_len)
     run.drafter.eval()
-    figures = evaluate(run.drafter, run.head, Loader(source, packs, 3, config.max_seq_len, 2), 3, run.dtype)
+    head = verifier_head(run.verifier, source, run.vocab, run.device, run.dtype)
+    figures = evaluate(run.drafter, head, Loader(source, packs, 3, config.max_seq_len, 2), 3, run.dtype)
     assert figures is not None
     return row | {
         "bytes_per_token": round(size / int(stored.lengths.sum()), 1),
@@ -71,20 +79,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("demo", type=Path)
     parser.add_argument("--verifier", required=True)
-    parser.add_argument("--codec", action="append")
-    parser.add_argument("--last", default="all")
+    parser.add_argument("runs", nargs="*", default=RUNS, help="codec[,rows of the last state[,state weight]]")
     asked = parser.parse_args()
     out = Path("bench/out/codecs.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    rows = json.loads(out.read_text()) if out.exists() else []
-    for codec in asked.codec or ("bf16", "fp8", "int8"):
+    for run in asked.runs:
         folder = Path(tempfile.mkdtemp(prefix="codecs-"))
         try:
-            rows.append(measure(asked.demo, asked.verifier, codec, asked.last, folder))
+            row = measure(asked.demo, asked.verifier, run, folder)
         finally:
             shutil.rmtree(folder)
-        out.write_text(json.dumps(rows, indent=1))
-        print(json.dumps(rows[-1]))
+        rows = json.loads(out.read_text()) if out.exists() else []
+        out.write_text(json.dumps([*rows, row], indent=1))
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

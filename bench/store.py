@@ -9,6 +9,9 @@ cold   the read path with checksums against raw O_DIRECT reads of another file, 
 pages  cold once more with buffers of 4 KiB pages in place of huge ones: what the ring's choice brings on this machine
 warm   the same out of the page cache against memcpy between warm buffers, both with as many threads
 torch  torch.load in a DataLoader with 4 workers, cold and warm, beside the same samples through the read path
+speculators  its own dataset, collate function and DataLoader with 4 workers over the same samples in its own files
+       (bench/store_speculators.py, in the engines' environment: EYAS_ENGINE_PYTHON), by turns with the Loader
+plan   bench/plan.py: its worst error over four set-ups
 wait   training simulated by steps that sleep 170 and 87 ms: what share of the time the loader lets them wait
 first  seconds from opening a store of 100,000 samples to its first batch, the index being there
 
@@ -50,6 +53,7 @@ RAW_CALL = 32 << 20
 READERS = 6  # two more than read raw: while a thread hashes what it has read, another one reads
 PER_TURN = {"reads": 12, "loader": 32}  # samples of one turn; filling and draining a loader takes a few of them
 STEPS = (0.170, 0.087)
+PARTS = ["cold", "pages", "warm", "torch", "speculators", "plan", "wait", "first"]
 MANIFEST = Manifest("bench", "", H, 61, 163_840, (2, 30, 58, 61), "before")
 
 
@@ -231,6 +235,61 @@ def bench_torch(folder: Path, source: StoreSource, rounds: int) -> dict[str, flo
     return {name: statistics.median(values) for name, values in found.items()}
 
 
+def bench_speculators(folder: Path, source: StoreSource, rounds: int, python: str) -> dict[str, float]:
+    """An epoch of speculators' loader and one of the Loader, by turns, cold and warm. Its workers stay alive."""
+    order, few = list(range(len(source.ids))), list(range(8))
+    command = [
+        python,
+        str(Path(__file__).with_name("store_speculators.py")),
+        str(folder),
+        str(len(order)),
+        str(len(few)),
+    ]
+    found: dict[str, list[float]] = {}
+    paths = {"cold": ReadPath(source), "warm": ReadPath(source, cache_gb=1e6)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as theirs:
+        assert theirs.stdin is not None and theirs.stdout is not None
+
+        def ask(kind: str) -> dict[str, float]:
+            print(kind, file=theirs.stdin, flush=True)
+            told: dict[str, float] = json.loads(theirs.stdout.readline())  # type: ignore[union-attr]
+            return told
+
+        def own(kind: str, samples: list[int]) -> dict[str, float]:
+            before, started = cpu_seconds(), time.perf_counter()
+            nbytes = sum(b.nbytes for b in Loader(paths[kind], [[i] for i in samples], 3, T, THREADS))
+            return {"bytes": nbytes, "seconds": time.perf_counter() - started, "cpu_s": cpu_seconds() - before}
+
+        while theirs.stdout.readline().strip() != "ready":
+            assert theirs.poll() is None, "speculators' side has ended"
+        for kind, samples in (("cold", order), ("warm", few)):
+            ask(kind)  # its workers start, and what they read is in the cache
+            own(kind, few)
+            for _ in range(rounds):
+                for name in ("speculators", "eyas"):
+                    if kind == "cold":
+                        drop(folder / "speculators" / "hidden_states", folder / "store")
+                    told = ask(kind) if name == "speculators" else own(kind, samples * (3 if kind == "warm" else 1))
+                    found.setdefault(f"{name}_{kind}_gb_per_s", []).append(told["bytes"] / told["seconds"] / 1e9)
+                    found.setdefault(f"{name}_{kind}_cpu_s_per_gb", []).append(told["cpu_s"] / told["bytes"] * 1e9)
+        theirs.stdin.close()
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    theirs_alone = {name: value for name, value in middle.items() if name.startswith("speculators")}
+    for kind in ("cold", "warm"):
+        both = zip(found[f"eyas_{kind}_gb_per_s"], found[f"speculators_{kind}_gb_per_s"], strict=True)
+        theirs_alone[f"vs_speculators_{kind}"] = statistics.median(ours / its for ours, its in both)
+    return theirs_alone
+
+
+def bench_plan(folder: Path, gb: float) -> dict[str, float]:
+    """bench/plan.py in a process of its own; the largest error of a step time that it predicted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(Path(__file__).with_name("plan.py")), "--gb", str(gb), "--folder", str(folder)]
+    subprocess.run(command, check=True)
+    told = json.loads(Path("bench/out/plan.json").read_text())
+    return {"plan_worst_error": told["worst_error"], "plan_set_ups": len(told["set_ups"])}
+
+
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
@@ -328,7 +387,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=100_000, help="of the store whose first batch is timed")
-    parser.add_argument("--only", nargs="*", default=["cold", "pages", "warm", "torch", "wait", "first"])
+    parser.add_argument("--only", nargs="*", default=PARTS)
     parser.add_argument("--first", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.first:
@@ -336,7 +395,7 @@ def main() -> None:
         return
     out = Path("bench/out/store.json")
     told: dict[str, float] = json.loads(out.read_text()) if out.exists() else {}
-    if set(given.only) & {"cold", "pages", "warm", "torch", "wait"}:
+    if set(given.only) & {"cold", "pages", "warm", "torch", "speculators", "wait"}:
         make_data(given.data, max(8, round(given.gb * 1e9 / SAMPLE)))
         source = open_source(given.data / "store")
         assert isinstance(source, StoreSource)
@@ -366,6 +425,14 @@ def main() -> None:
             told[f"vs_torch_loader_{kind}"] = (
                 torch_figures[f"eyas_{kind}_gb_per_s"] / torch_figures[f"torch_{kind}_gb_per_s"]
             )
+    if "speculators" in given.only:
+        python = os.environ.get("EYAS_ENGINE_PYTHON", ".venv-engines/bin/python")
+        if Path(python).exists():
+            told.update(bench_speculators(given.data, source, given.rounds, python))
+        else:
+            print(f"speculators is left out: {python} is not there (make bench-store makes it)")
+    if "plan" in given.only:
+        told.update(bench_plan(given.data, given.gb))
     if "wait" in given.only:
         told.update(bench_wait(given.data, source, raw, given.rounds))
     if "first" in given.only:

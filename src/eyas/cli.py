@@ -47,7 +47,9 @@ VerifierPath = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")]
 CodecOption = Annotated[str, typer.Option(help="bf16, or 8-bit states: fp8, int8")]
-LastOption = Annotated[str, typer.Option(help="Rows of the last state: all, or trained (of trained tokens alone)")]
+LastOption = Annotated[
+    str, typer.Option(help="Rows of the last state: all, trained (of trained tokens alone), or logits:64 in its place")
+]
 DtypeOption = Annotated[str, typer.Option(help="auto (bf16 where the hardware computes it), bf16, fp32")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the code that the verifier's folder brings")

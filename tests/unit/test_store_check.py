@@ -170,7 +170,9 @@ def test_quarantine_works_for_other_tools_files_and_a_damaged_list_is_one_line(
 def test_codecs_are_compared_through_the_head(tmp_path: Path, on_policy: list[Any], tiny_verifier: Path) -> None:
     report = check(write("founding", tmp_path / "d", on_policy), Verifier(tiny_verifier), say=quiet)
     cost = {c["codec"]: c for c in report["codecs"]}
-    assert list(cost) == ["bf16", "fp8", "int8"]
+    assert list(cost) == ["bf16", "fp8", "int8", "bf16, logits:64", "bf16, logits:128"]
+    assert cost["bf16, logits:64"]["kl"] > cost["bf16, logits:128"]["kl"] > 0
+    assert cost["bf16, logits:64"]["error"] == 0
     assert (cost["bf16"]["kl"], cost["bf16"]["top1"], cost["bf16"]["error"]) == (0, 1, 0)
     assert cost["bf16"]["bytes_per_token"] == 4 * 64 * 2
     assert cost["int8"]["bytes_per_token"] == 4 * (64 + 4)

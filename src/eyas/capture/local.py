@@ -45,6 +45,7 @@ from eyas.record.record import Record
 from eyas.store import codecs, layout
 from eyas.store.agreement import top1
 from eyas.store.layout import Manifest
+from eyas.store.logits import make_top_k
 from eyas.store.reader import StoreSource
 from eyas.store.writer import StoreWriter
 from eyas.verifier import Verifier
@@ -108,6 +109,7 @@ def capture(
         run = _Run(verifier, manifest, number_type, kind)
         if done:
             run.check_stored(StoreSource(output, verifier.config, verifier.fingerprint))
+        keep = make_top_k(manifest.logits, verifier, "before", pick_device(device)) if manifest.logits else None
         progress.start()
         if codec == "int8" and not manifest.channels:
             manifest = replace(manifest, channels=_calibrate(run, prepared, todo, batch_tokens))
@@ -128,7 +130,8 @@ def capture(
                     agreements.append(run.check(names, rows, states))
                 record.enter("saving")
                 for i, s in zip(batch, states, strict=True):
-                    writer.add(prepared.ids[i], prepared.input_ids[i], prepared.loss_mask[i], s)
+                    layers = list(s) if keep is None else keep.instead(list(s), prepared.loss_mask[i])
+                    writer.add(prepared.ids[i], prepared.input_ids[i], prepared.loss_mask[i], layers)
                 progress.add(len(batch), sum(map(len, rows)))
                 record.count(progress.samples, progress.tokens, progress.share)
             record.enter("finishing")
@@ -232,7 +235,8 @@ class _Run:
         i = int(np.argmin(np.abs(source.lengths - CHECK_ROWS)))
         rows = min(int(source.lengths[i]), CHECK_ROWS)
         own, there = self.states([source.tokens(i)[0][:rows]])[0], source.states(i, 0, rows)
-        for k, a, b in zip(self.manifest.layers, own.float(), there.float(), strict=True):
+        layers = self.manifest.state_layers
+        for k, a, b in zip(layers, own[: len(layers)].float(), there.float(), strict=True):
             off = float(((a - b).norm(dim=1) / a.norm(dim=1)).nanmedian())  # rows that the store leaves out are NaN
             if off > MUST_BE_NEAR:
                 raise EyasError(
@@ -267,8 +271,8 @@ def _calibrate(run: _Run, prepared: Prepared, todo: list[int], batch_tokens: int
     some = todo[:: max(1, len(todo) // CALIBRATION_SAMPLES)]
     batches = _batches(prepared, some, batch_tokens)
     states = (s for batch in batches for s in run.states([prepared.input_ids[i] for i in batch]))
-    layers, width = len(run.manifest.layers), run.manifest.hidden_size
-    return codecs.said_channels(codecs.calibrate(states, layers, width))
+    layers, width = len(run.manifest.state_layers), run.manifest.hidden_size
+    return codecs.said_channels(codecs.calibrate((s[:layers] for s in states), layers, width))
 
 
 def _batches(prepared: Prepared, todo: list[int], batch_tokens: int) -> Iterator[list[int]]:

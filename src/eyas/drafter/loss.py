@@ -19,6 +19,7 @@ products is passes over them. Softmax and losses run in fp32, products in the dt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,14 @@ BLOCK = 1 << 18  # fp32 numbers of the verifier's rows in one pass, 1 MiB; the d
 GROUP = 64
 SLICE = 1 << 14  # columns of the whole vocabulary at a time
 TINY = 1e-30
+
+
+DraftHead = Tensor | Callable[[Tensor], Tensor]  # lm_head rows of the draft vocabulary, or what stands for them
+
+
+def draft_logits(last: Tensor, head: DraftHead) -> Tensor:
+    """The verifier's logits [r, Vd] over the draft vocabulary, of its last states [r, Ht] or what is kept of them."""
+    return last @ head.T if isinstance(head, Tensor) else head(last)
 
 
 class Rows(NamedTuple):
@@ -84,7 +93,7 @@ def head_loss(
     hidden: Tensor,
     head: Tensor,
     last: Tensor,
-    verifier_head: Tensor,
+    verifier_head: DraftHead,
     target: Tensor,
     weight: Tensor,
     kinds: dict[str, float] | None = None,
@@ -92,8 +101,9 @@ def head_loss(
     """Weighted loss of M rows, and which agree with the verifier's first choice.
 
     hidden: [M, H], the drafter's outputs after its norm; head: [Vd, H], of any dtype; last: [R, Ht], the verifier's
-    states after its final norm; verifier_head: [Vd, Ht], its lm_head rows of the draft vocabulary; target: [M] int64,
-    which of the R each row is compared with, ascending; weight: [M] fp32; kinds: a weight for each loss, {"kl": 1}.
+    states after its final norm; verifier_head: [Vd, Ht], its lm_head rows of the draft vocabulary, or what makes logits
+    [r, Vd] of rows of `last` that are no states (evaluate/kept.py); target: [M] int64, which of the R each row is
+    compared with, ascending; weight: [M] fp32; kinds: a weight for each loss, {"kl": 1}.
     Returns (loss: scalar, differentiable in hidden and head; correct: [M] bool).
     """
     loss, correct = _HeadLoss.apply(  # type: ignore[no-untyped-call]
@@ -109,7 +119,7 @@ class _HeadLoss(torch.autograd.Function):
         hidden: Tensor,
         head: Tensor,
         last: Tensor,
-        verifier_head: Tensor,
+        verifier_head: DraftHead,
         target: Tensor,
         weight: Tensor,
         kinds: dict[str, float],
@@ -129,7 +139,7 @@ class _HeadLoss(torch.autograd.Function):
         for chunk in range(0, len(edges) - 1, per_chunk):
             blocks = range(chunk, min(chunk + per_chunk, len(edges) - 1))
             rows = slice(starts[blocks.start], starts[blocks.stop])
-            verifier_logits = last[blocks.start * step : blocks.stop * step] @ verifier_head.T
+            verifier_logits = draft_logits(last[blocks.start * step : blocks.stop * step], verifier_head)
             logits = hidden[rows] @ cast_head.T  # [c, Vd]
             for block in blocks:
                 here = slice(starts[block], starts[block + 1])

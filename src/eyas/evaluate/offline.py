@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.drafter.loss import distribution, row_loss
+from eyas.drafter.loss import DraftHead, distribution, draft_logits, greedy_choice, row_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.plan import Plan
+from eyas.evaluate.kept import KeptHead
 from eyas.evaluate.rounds import beginnings, count_rounds
 from eyas.train.batches import Batch
 
@@ -64,15 +65,39 @@ class VerifierHead:
     head: Tensor
     draft_ids: Tensor
 
+    @property
+    def vocab_size(self) -> int:
+        return len(self.head)
+
+    def targets(self, last: Tensor, dtype: torch.dtype) -> Tensor:
+        """A batch's last states as the head takes them, [R, Ht]."""
+        normed: Tensor = self.norm(last)
+        return normed.to(dtype)
+
     def draft_head(self) -> Tensor:
         """[Vd, Ht], the rows of the draft vocabulary."""
         return self.head if len(self.draft_ids) == len(self.head) else self.head[self.draft_ids]
+
+    def first_choice(self, targets: Tensor) -> Tensor:
+        """The verifier's own first choice, [R] int64."""
+        return greedy_choice(targets, self.head)
+
+    def over_all(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """First choices [R], and log of the share of the verifier's mass that the draft vocabulary has, [R] float32."""
+        choice = torch.empty(len(targets), dtype=torch.int64, device=targets.device)
+        share = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
+        for start in range(0, len(targets), CHUNK):
+            rows = slice(start, start + CHUNK)
+            logits = (targets[rows] @ self.head.T).float()
+            choice[rows] = logits.argmax(-1)
+            share[rows] = torch.logsumexp(logits[:, self.draft_ids], -1) - torch.logsumexp(logits, -1)
+        return choice, share
 
 
 @torch.inference_mode()
 def evaluate(
     drafter: Drafter,
-    verifier: VerifierHead,
+    verifier: VerifierHead | KeptHead,
     batches: Iterable[Batch],
     steps: int,
     dtype: torch.dtype,
@@ -82,7 +107,7 @@ def evaluate(
 
     add: for batches that are shared out to several ranks, adds a vector of sums up over them.
     """
-    device = verifier.head.device
+    device = verifier.draft_ids.device
     right: list[list[Tensor]] = [[] for _ in range(steps)]  # per step, 0/1 per query, -1 where not trained
     accept: list[list[Tensor]] = [[] for _ in range(steps)]
     begins: list[Tensor] = []
@@ -91,15 +116,15 @@ def evaluate(
     head = drafter.lm_head.weight.to(dtype)
     for batch in batches:
         plan = batch.plan.to(device)
-        last = verifier.norm(batch.last.to(device)).to(dtype)
+        last = verifier.targets(batch.last.to(device), dtype)
         samples += len(batch.samples)
         begins.append(beginnings(plan))
         outputs = drafter(plan, batch.states.to(device, dtype))
-        first_choice, log_scale = _full_vocabulary(last, verifier)
+        first_choice, log_share = verifier.over_all(last)
         for k, out in enumerate(outputs):
             hidden, goal = drafter.norm(out[plan.trained[k]]), last[plan.target[k]]
             at = plan.target[k]
-            c, a, kl = _compare(hidden, head, goal, draft_head, first_choice[at], log_scale[at], verifier.draft_ids)
+            c, a, kl = _compare(hidden, head, goal, draft_head, first_choice[at], log_share[at], verifier.draft_ids)
             if k == 0 and len(hidden):
                 losses.append((float(kl.sum()), len(hidden)))
             right[k].append(_scatter(c, plan, k))
@@ -108,23 +133,11 @@ def evaluate(
     return _figures(add(torch.tensor(sums, dtype=torch.float64, device=device)).tolist(), steps)
 
 
-def _full_vocabulary(last: Tensor, verifier: VerifierHead) -> tuple[Tensor, Tensor]:
-    """For rows [R, Ht]: the verifier's first choice [R], and log of the draft vocabulary's share of its mass [R]."""
-    choice = torch.empty(len(last), dtype=torch.int64, device=last.device)
-    share = torch.empty(len(last), dtype=torch.float32, device=last.device)
-    for start in range(0, len(last), CHUNK):
-        rows = slice(start, start + CHUNK)
-        logits = (last[rows] @ verifier.head.T).float()
-        choice[rows] = logits.argmax(-1)
-        share[rows] = torch.logsumexp(logits[:, verifier.draft_ids], -1) - torch.logsumexp(logits, -1)
-    return choice, share
-
-
 def _compare(
     hidden: Tensor,
     head: Tensor,
     last: Tensor,
-    draft_head: Tensor,
+    draft_head: DraftHead,
     choice: Tensor,
     log_share: Tensor,
     draft_ids: Tensor,
@@ -134,7 +147,7 @@ def _compare(
     agree, accepted, kl = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
     for start in range(0, len(hidden), CHUNK):
         rows = slice(start, start + CHUNK)
-        p, q = distribution(last[rows] @ draft_head.T), distribution(hidden[rows] @ head.T)
+        p, q = distribution(draft_logits(last[rows], draft_head)), distribution(hidden[rows] @ head.T)
         agree[rows] = (draft_ids[q.choice] == choice[rows]).float()
         # p over the draft vocabulary sums to 1; the full distribution gives it only its share of the mass.
         accepted[rows] = torch.minimum(p.p * log_share[rows, None].exp(), q.p).sum(-1)

@@ -85,9 +85,7 @@ def make_plan(asked: Asked, say: Callable[[str], None] = print) -> dict[str, Any
         length = int(lengths.mean())
     else:
         tokens, length = asked.tokens, c.max_seq_len
-        per_token = bytes_per_token(codec, H, LAYERS)
-        if last_rows == "trained":
-            per_token *= (LAYERS - 1 + share) / LAYERS
+        per_token = bytes_per_token(codec, H, LAYERS, last_rows, share)
     gpu = _named_gpu(asked.gpu)
     rates = _rates(asked, source, gpu, say)
     weights = sum(parameters(sizes).values())

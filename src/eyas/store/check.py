@@ -9,6 +9,7 @@
     shifted      rows that belong to the tokens beside theirs. Without a verifier: the first row depends on the first
                  token alone, so it must be that of the other samples that begin with the token. With one: its head
                  names the token after next (or the current one) more often than the next
+    logits       kept logits that are no falling log-probabilities of tokens of the vocabulary
     agreement    with a verifier: a sample whose last states its head does not understand, where it does the others
 
 Agreement looks at a spread of samples, because the head's product costs more than reading; all else looks at all.
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from eyas.errors import EyasError
 from eyas.files import write_json
-from eyas.store import layout
+from eyas.store import layout, logits
 from eyas.store.agreement import PLAUSIBLE, top1
 from eyas.store.costs import costs
 from eyas.store.reader import Source, StoreSource, open_source
@@ -190,7 +191,11 @@ def _look(source: Source, i: int, layers: Sequence[Tensor], directions: Tensor) 
         ids, mask = source.tokens(i)
     except EyasError as error:
         return _Look([Finding(name, "unreadable", str(error))])
-    found = [Finding(name, *f) for f in faults(layers, ids, source.manifest.layers, np.flatnonzero(mask))]
+    manifest = source.manifest
+    kinds = faults(layers[: len(manifest.state_layers)], ids, manifest.state_layers, np.flatnonzero(mask))
+    if manifest.logits:
+        kinds += logits.faults(layers[-1], manifest.layers[-1], manifest.vocab_size)
+    found = [Finding(name, *f) for f in kinds]
     sketch = (layers[0][0].float() @ directions).numpy()
     return _Look(found, int(ids[0]), sketch, xxhash.xxh3_64_hexdigest(_bits(layers[-1]).tobytes()))
 
@@ -340,6 +345,11 @@ def _right(source: Source, i: int, head: Tensor, norm: FinalNorm | None) -> npt.
     at = np.flatnonzero(mask[:-2] & mask[1:-1])[:AGREEMENT_ROWS]
     if not len(at):
         return None
-    last = source.states(i, int(at[0]), int(at[-1]) + 1, layers=source.manifest.layers[-1:])[0]
-    named = top1(last[torch.from_numpy(at - at[0])], head, norm).numpy()
+    if source.manifest.logits:
+        assert isinstance(source, StoreSource)
+        rows = torch.from_numpy(np.cumsum(mask)[at] - 1)
+        named = logits.first_choice(source.logits(i)[rows]).numpy()
+    else:
+        last = source.states(i, int(at[0]), int(at[-1]) + 1, layers=source.manifest.layers[-1:])[0]
+        named = top1(last[torch.from_numpy(at - at[0])], head, norm).numpy()
     return np.stack([named == ids[at + k] for k in range(3)])

@@ -12,7 +12,7 @@ Cost of reading on a CPU: int8 about 0.5 s/GB, fp8 2; on a GPU nothing that show
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from eyas.errors import EyasError
-from eyas.store.layout import Manifest
+from eyas.store.layout import Manifest, logits_of
 
 CODECS = ("bf16", "fp8", "int8")
-LAST_ROWS = ("all", "trained")
+LAST_ROWS = ("all", "trained")  # or logits:k (logits.py)
+MOST_LOGITS = 1024
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
 _SMALLEST_SCALE = 1e-20  # of a row of zeros
 CALIBRATION_TOKENS = 32_768
@@ -59,9 +60,15 @@ def decode(data: Tensor, scales: Tensor, channels: Tensor | None = None) -> Tens
     return values.to(torch.bfloat16)
 
 
-def bytes_per_token(codec: str, hidden_size: int, layers: int) -> float:
-    """Bytes of states that a token takes, without the padding of its sample."""
-    return layers * (2.0 * hidden_size if codec == "bf16" else hidden_size + 4.0)
+def bytes_per_token(
+    codec: str, hidden_size: int, layers: int, last_rows: str = "all", trained_share: float = 1.0
+) -> float:
+    """Bytes of states that a token takes on average, without the padding of its sample."""
+    row = 2.0 * hidden_size if codec == "bf16" else hidden_size + 4.0
+    if last_rows == "all":
+        return layers * row
+    k = logits_of(last_rows)
+    return (layers - 1) * row + trained_share * (6.0 * k if k else row)
 
 
 class Calibration:
@@ -107,8 +114,8 @@ def check_names(codec: str, last: str) -> None:
     """Raises EyasError unless both name something."""
     if codec not in CODECS:
         raise EyasError(f"--codec {codec}: use one of {', '.join(CODECS)}")
-    if last not in LAST_ROWS:
-        raise EyasError(f"--last {last}: use one of {', '.join(LAST_ROWS)}")
+    if last not in LAST_ROWS and not 1 <= logits_of(last) <= MOST_LOGITS:
+        raise EyasError(f"--last {last}: use all, trained, or logits:64 (1 to {MOST_LOGITS} of them)")
 
 
 def said_channels(channels: Tensor) -> str:
@@ -117,16 +124,16 @@ def said_channels(channels: Tensor) -> str:
 
 
 def channels_of(manifest: Manifest) -> Tensor | None:
-    """[L, Ht] float32 that a store's int8 values are to be multiplied by, or None for another codec.
+    """[state layers, Ht] float32 that a store's int8 values are to be multiplied by, or None for another codec.
 
     Raises EyasError where they are missing or of another size.
     """
-    if manifest.codec not in CODECS or manifest.last_rows not in LAST_ROWS:
+    if manifest.codec not in CODECS or (manifest.last_rows not in LAST_ROWS and not manifest.logits):
         raise EyasError(f"a store of codec {manifest.codec!r} with {manifest.last_rows!r} last rows: update eyas")
     if manifest.codec != "int8":
         return None
     values = np.frombuffer(base64.b64decode(manifest.channels), dtype="<f4")
-    shape = (len(manifest.layers), manifest.hidden_size)
+    shape = (len(manifest.state_layers), manifest.hidden_size)
     if len(values) != shape[0] * shape[1] or not (np.isfinite(values).all() and (values > 0).all()):
         raise EyasError(
             "a store in int8 needs the sizes of its channels, and its manifest does not hold them: convert again"
@@ -145,16 +152,20 @@ class Cost(NamedTuple):
     bytes_per_token: float
 
 
-def compare(before: Tensor, after: Tensor, head: Tensor, rows: int = 128) -> tuple[float, float]:
+def compare(
+    before: Tensor, after: Tensor, head: Tensor, rows: int = 128, read: Callable[[Tensor], Tensor] | None = None
+) -> tuple[float, float]:
     """(mean KL in nats, share of equal first choices) of the distributions of two sets of head inputs.
 
     before, after: [P, Ht] last states behind the final norm; head: [V, Ht]. In float32, `rows` positions at a time.
+    read: makes logits [., V] of rows of `after`, where it is no states.
     """
     kl = same = 0.0
     weight = head.float()
     for start in range(0, len(before), rows):
         a = torch.log_softmax(before[start : start + rows].float() @ weight.T, dim=-1)
-        b = torch.log_softmax(after[start : start + rows].float() @ weight.T, dim=-1)
+        there = after[start : start + rows]
+        b = torch.log_softmax(there.float() @ weight.T if read is None else read(there), dim=-1)
         kl += float((a.exp() * (a - b)).sum())
         same += float((a.argmax(-1) == b.argmax(-1)).sum())
     return kl / max(len(before), 1), same / max(len(before), 1)

@@ -21,10 +21,12 @@ import xxhash
 from torch import Tensor
 
 from eyas import __version__
+from eyas.device import pick_device
 from eyas.errors import EyasError
 from eyas.files import size_text
 from eyas.store import codecs, layout
 from eyas.store.layout import Manifest
+from eyas.store.logits import TopK, make_top_k
 from eyas.store.reader import Source, StoreSource, open_source
 from eyas.store.scan import Progress, scan
 from eyas.store.writer import Stored, StoreWriter
@@ -39,12 +41,14 @@ def convert(
     codec: str = "bf16",
     last: str = "all",
     threads: int = 4,
+    device: str = "auto",
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Write every usable sample of `source_path` to the store `output`; goes on where an earlier run stopped.
 
     verifier: whose states they are; needed for other tools' files, which do not say.
     codec, last: of the new store (codecs.py). Of int8, the channels' sizes come from the source's first samples.
+    device: where the verifier's head makes logits (`--last logits:k`, which needs the verifier).
     Returns {path, source, samples, converted, tokens, bytes, seconds, skipped: [[sample, why], ...]}.
     Raises EyasError when the source is not of this verifier, the output holds something else, or the disk is too small.
     """
@@ -54,13 +58,18 @@ def convert(
     fingerprint = verifier.fingerprint if verifier is not None else None
     source = open_source(source_path, verifier.config if verifier is not None else None, fingerprint, say)
     manifest = _in_codec(_manifest(source, source_path, verifier), source, output, codec, last)
+    keep = None
+    if manifest.logits and not source.manifest.logits:
+        if verifier is None:
+            raise EyasError(f"--last {last} takes the verifier's head: name the verifier (--verifier-path)")
+        keep = make_top_k(manifest.logits, verifier, manifest.norm_side, pick_device(device))
     started = time.monotonic()
     with StoreWriter(output, manifest) as writer:
         todo = [i for i in range(len(source.ids)) if source.ids[i] not in writer.done_ids]
         _check_space(output, [int(source.lengths[i]) for i in todo], manifest)
         if len(todo) < len(source.ids):
             say(f"convert: {len(source.ids) - len(todo):,} samples are in {output} already")
-        lost = _copy(source, todo, writer, threads, say)
+        lost = _copy(source, todo, writer, keep, threads, say)
     for name, reason in lost[:5]:
         say(f"left out {name}: {reason}")
     converted = len(todo) - len(lost)
@@ -111,6 +120,8 @@ def _manifest(source: Source, path: Path, verifier: Verifier | None) -> Manifest
 
 def _in_codec(manifest: Manifest, source: Source, output: Path, codec: str, last: str) -> Manifest:
     """The manifest of the new store. Raises EyasError for a codec that the source cannot give."""
+    if manifest.logits and last != manifest.last_rows:
+        raise EyasError(f"the source keeps logits and no last states: --last {manifest.last_rows}, or its original")
     if manifest.last_rows == "trained" and last == "all":
         raise EyasError(
             f"{source.manifest.verifier}'s last states of untrained tokens are not in the source: --last trained"
@@ -122,14 +133,13 @@ def _in_codec(manifest: Manifest, source: Source, output: Path, codec: str, last
         return changed
     if (output / layout.MANIFEST).exists():  # go on with the sizes that were found when it was begun
         return replace(changed, channels=Manifest.load(output).channels)
-    samples = (source.states(i) for i in range(len(source.ids)))
-    return replace(
-        changed, channels=codecs.said_channels(codecs.calibrate(samples, len(manifest.layers), manifest.hidden_size))
-    )
+    layers = changed.state_layers
+    samples = (source.states(i, layers=layers) for i in range(len(source.ids)))
+    return replace(changed, channels=codecs.said_channels(codecs.calibrate(samples, len(layers), manifest.hidden_size)))
 
 
 def _copy(
-    source: Source, todo: list[int], writer: StoreWriter, threads: int, say: Callable[[str], None]
+    source: Source, todo: list[int], writer: StoreWriter, keep: TopK | None, threads: int, say: Callable[[str], None]
 ) -> list[tuple[str, str]]:
     """Append the samples `todo`; returns (sample, why) of those that could not be read."""
     lost: list[tuple[str, str]] = []
@@ -137,7 +147,8 @@ def _copy(
 
     def encode(i: int, layers: Sequence[Tensor]) -> Stored | EyasError:
         try:
-            return writer.encode(source.tokens(i)[1], layers)
+            mask = source.tokens(i)[1]
+            return writer.encode(mask, layers if keep is None else keep.instead(layers, mask))
         except EyasError as error:
             return error
 

@@ -56,13 +56,15 @@ def info(path: Path) -> dict[str, Any]:
 
 def describe(told: dict[str, Any]) -> str:
     """`info` in words."""
-    of = told["lengths"]
+    of, k = told["lengths"], layout.logits_of(told["last_rows"])
+    last = f"of the last state, which is {told['norm_side']} the final norm, {told['last_rows']} rows"
+    if k:
+        last = f"in place of the last state the {k} likeliest tokens of each trained row"
     lines = [
         f"{told['path']}: {told['samples']:,} samples of {told['verifier']}, {told['tokens']:,} tokens, "
         f"{told['trained_share']:.1%} of them trained",
         f"{size(told['state_bytes'])} of states, {told['bytes_per_token']:,.0f} B a token: layers "
-        f"{', '.join(map(str, told['layers']))} of width {told['hidden_size']} in {told['codec']}; of the last state,"
-        f" which is {told['norm_side']} the final norm, {told['last_rows']} rows",
+        f"{', '.join(map(str, told['layers']))} of width {told['hidden_size']} in {told['codec']}; {last}",
         f"{size(told['disk_bytes'])} on disk in {told['shards']:,} shards ({told['open_shards']} open) of "
         f"{len(told['writers'])} writers",
         f"lengths: {of['min']:,} to {of['max']:,}, median {of['p50']:,}, mean {of['mean']:,}, 90 % up to {of['p90']:,}",

@@ -20,7 +20,7 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,10 @@ QUARANTINE = "quarantine.json"  # {sample: why}: left out when the folder is ope
 OPEN_SUFFIX = ".part"
 BYTES_PER_TOKEN = 5  # in the tokens file: int32 id, uint8 mask
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)  # a file system that cannot
-_SAFETENSORS_DTYPES = {"bfloat16": ("BF16", 2), "float8_e4m3fn": ("F8_E4M3", 1), "int8": ("I8", 1)}
+_DTYPES = {  # safetensors' name, bytes
+    "bfloat16": ("BF16", 2), "float8_e4m3fn": ("F8_E4M3", 1), "int8": ("I8", 1),
+    "float32": ("F32", 4), "int32": ("I32", 4), "float16": ("F16", 2),
+}  # fmt: skip
 STORED_AS = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8"}  # by codec
 
 
@@ -53,7 +56,8 @@ class Manifest:
     norm_side: "before" or "after" the final norm: the side that the last state is on ("unknown" without a verifier).
     source: hash of the tokens and masks that were captured, or "".
     codec: how values are stored (codecs.py); channels: of int8, the channels' sizes, float32 [layers, Ht] in base64.
-    last_rows: "all", or "trained" where the last layer has only the rows whose token is trained on.
+    last_rows: "all", or "trained" where the last layer has only the rows whose token is trained on, or "logits:k"
+        where these rows are the verifier's k likeliest tokens in place of its last state (logits.py).
     """
 
     verifier: str
@@ -74,6 +78,16 @@ class Manifest:
     channels: str = ""
     created: str = ""
     format: int = FORMAT
+
+    @property
+    def logits(self) -> int:
+        """k where the last layer is the verifier's k likeliest tokens, else 0."""
+        return logits_of(self.last_rows)
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers that hold states: all, but for the last one where logits are kept in its place."""
+        return self.layers[:-1] if self.logits else self.layers
 
     def differences(self, other: Manifest) -> list[str]:
         """What keeps the two from sharing a store, as "norm_side before, not after"; the time of creation does not."""
@@ -282,17 +296,50 @@ def round_up(size: int, unit: int = PAGE) -> int:
     return -(-size // unit) * unit
 
 
+def logits_of(last_rows: str) -> int:
+    """k of "logits:k", 0 for anything else."""
+    word, _, k = last_rows.partition(":")
+    return int(k) if word == "logits" and k.isdecimal() else 0
+
+
+class Plane(NamedTuple):
+    """A part that every sample has. name: of its tensors, behind `<n>.`: h2, s2, i61, p61; width: values of a row."""
+
+    name: str
+    layer: int
+    dtype: str
+    width: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * _DTYPES[self.dtype][1]
+
+
+def planes(manifest: Manifest) -> list[Plane]:
+    """The parts of a sample, in their order: rows of each layer, in an 8-bit codec their scales behind them; of kept
+    logits token ids, and their log p behind them."""
+    found: list[Plane] = []
+    for layer in manifest.state_layers:
+        found.append(Plane(f"h{layer}", layer, STORED_AS[manifest.codec], manifest.hidden_size))
+        if manifest.codec != "bf16":
+            found.append(Plane(f"s{layer}", layer, "float32", 1))
+    if manifest.logits:
+        last = manifest.layers[-1]
+        found += [
+            Plane(f"i{last}", last, "int32", manifest.logits),
+            Plane(f"p{last}", last, "float16", manifest.logits),
+        ]
+    return found
+
+
 def parts_count(manifest: Manifest) -> int:
-    """Parts of a sample: one per layer, and in an 8-bit codec the scales of each behind it."""
-    return len(manifest.layers) * (1 if manifest.codec == "bf16" else 2)
+    """Parts of a sample."""
+    return len(planes(manifest))
 
 
 def sample_bytes(tokens: int, manifest: Manifest) -> int:
     """Bytes that a sample takes on disk at most, its tokens and journal line included."""
-    layer = round_up(tokens * manifest.hidden_size * 2)
-    if manifest.codec != "bf16":
-        layer = round_up(tokens * manifest.hidden_size) + round_up(tokens * 4)
-    return len(manifest.layers) * layer + tokens * BYTES_PER_TOKEN + 512
+    return sum(round_up(tokens * p.row_bytes) for p in planes(manifest)) + tokens * BYTES_PER_TOKEN + 512
 
 
 def samples_in_header(header_bytes: int, parts: int) -> int:
@@ -300,10 +347,9 @@ def samples_in_header(header_bytes: int, parts: int) -> int:
     return (header_bytes - 128) // (200 * parts)
 
 
-def header_entries(
-    records: Iterable[Record], layers: Sequence[int], hidden_size: int, data_start: int
-) -> dict[str, dict[str, Any]]:
+def header_entries(records: Iterable[Record], manifest: Manifest, data_start: int) -> dict[str, dict[str, Any]]:
     """The safetensors header entries of a shard that holds `records`; every byte after `data_start` has an owner."""
+    named = planes(manifest)
     entries: dict[str, dict[str, Any]] = {}
     end = 0  # offsets in the header count from data_start
 
@@ -312,19 +358,16 @@ def header_entries(
             entries[f"pad.{len(entries)}"] = {"dtype": "U8", "shape": [stop - end], "data_offsets": [end, stop]}
 
     for record in records:
-        dtype, itemsize = _SAFETENSORS_DTYPES[record.dtype]
-        scaled = record.dtype != "bfloat16"
-        names = [f"{kind}{layer}" for layer in layers for kind in ("hs" if scaled else "h")]
-        for name, part in zip(names, record.parts, strict=True):
+        for plane, part in zip(named, record.parts, strict=True):
             start = part.offset - data_start
             pad_to(start)
             end = start + part.nbytes
-            row = hidden_size * itemsize if name[0] == "h" else 4
-            if part.nbytes % row:
-                raise ValueError(f"sample {record.id}: {part.nbytes} bytes are no rows of {hidden_size} values")
-            shape = [part.nbytes // row, hidden_size] if name[0] == "h" else [part.nbytes // row]
-            kind = dtype if name[0] == "h" else "F32"
-            entries[f"{record.n}.{name}"] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+            if part.nbytes % plane.row_bytes:
+                raise ValueError(f"sample {record.id}: {part.nbytes} bytes are no rows of {plane.width} values")
+            rows = part.nbytes // plane.row_bytes
+            shape = [rows] if plane.name[0] == "s" else [rows, plane.width]
+            kind = _DTYPES[plane.dtype][0]
+            entries[f"{record.n}.{plane.name}"] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
         pad_to(record.end - data_start)
         end = record.end - data_start
     return entries

@@ -46,7 +46,7 @@ class Source(Protocol):
     def states(
         self, i: int, start: int = 0, stop: int | None = None, layers: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Rows [start, stop) of sample i: [layers, rows, Ht] bfloat16; layers are ids out of `manifest.layers`."""
+        """Rows [start, stop) of sample i: [layers, rows, Ht] bfloat16; layers: ids out of `manifest.state_layers`."""
 
     def extents(
         self, i: int, start: int = 0, stop: int | None = None, layers: Sequence[int] | None = None
@@ -72,7 +72,7 @@ def open_source(
         raise EyasError(
             f"{folder} is not a folder: name a store (eyas capture writes one) or a folder of data_*.pt files"
         )
-    from eyas.store.foreign import ForeignSource, find_format
+    from eyas.store.foreign.source import ForeignSource, find_format
 
     foreign = None if layout.journals(folder) else find_format(folder)
     if foreign is not None:
@@ -116,6 +116,10 @@ class StoreSource:
         channels = codecs.channels_of(self.manifest)
         self._channels = None if channels is None else list(channels)  # the same tensors every time
         self._stored = layout.STORED_AS[self.manifest.codec]
+        self._all_planes = layout.planes(self.manifest)
+        self._planes = {  # layer -> which of them are its
+            k: [p for p, plane in enumerate(self._all_planes) if plane.layer == k] for k in self.manifest.layers
+        }
         index = load_index(path, layout.parts_count(self.manifest), self._stored)
         self.skipped = list(index.broken)
         faults = _faults(path, index)
@@ -163,28 +167,26 @@ class StoreSource:
         stop = T if stop is None else stop
         if not 0 <= start <= stop <= T:
             raise IndexError(f"rows {start}..{stop} of sample {self.ids[i]}, which has {T}")
-        path, name, width = self._shard_paths[index.shard[i]], self.ids[i], self.manifest.hidden_size
+        path, name = self._shard_paths[index.shard[i]], self.ids[i]
         offsets, nbytes, digests = index.offset[i].tolist(), index.nbytes[i].tolist(), index.xxh3[i].tolist()
-        step = 1 if self.manifest.codec == "bf16" else 2  # parts of a layer: rows, and their scales
-        row = width * (2 if step == 1 else 1)
         found = []
         for layer in self.manifest.layers if layers is None else layers:
-            j = self.manifest.layers.index(layer)
             first, rows = start, stop - start
-            if self.last_rows == "trained" and layer == self.manifest.layers[-1]:
+            if self.last_rows != "all" and layer == self.manifest.layers[-1]:
                 mask = self.tokens(i)[1]
                 first, rows = int(mask[:start].sum()), int(mask[start:stop].sum())
-
-            def part(p: int, size: int, layer: int, dtype: str, first: int = first, rows: int = rows) -> Extent:
-                whole = rows * size == nbytes[p]
+            parts = []
+            for p in self._planes[layer]:
+                plane = self._all_planes[p]
+                size, whole = plane.row_bytes, rows * plane.row_bytes == nbytes[p]
                 xxh3 = f"{digests[p]:016x}" if whole else None
-                return Extent(name, path, offsets[p] + first * size, rows * size, layer, dtype, size, size, xxh3)
-
-            extent = part(j * step, row, layer, self._stored)
-            if step == 2:
-                by = None if self._channels is None else self._channels[j]
-                extent = extent._replace(scales=part(j * step + 1, 4, -1, "float32"), channels=by)
-            found.append(extent)
+                at = offsets[p] + first * size
+                parts.append(Extent(name, path, at, rows * size, layer, plane.dtype, size, size, xxh3))
+            if len(parts) == 2:  # scales, or log p
+                j = self.manifest.layers.index(layer)
+                by = None if self._channels is None or parts[0].dtype != "int8" else self._channels[j]
+                parts[0] = parts[0]._replace(scales=parts[1], channels=by)
+            found.append(parts[0])
         return found
 
     @property
@@ -194,8 +196,9 @@ class StoreSource:
     def states(
         self, i: int, start: int = 0, stop: int | None = None, layers: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """As of every source; rows that the store does not keep are NaN."""
+        """As of every source; rows that the store does not keep are NaN. Kept logits are no states (`logits`)."""
         stop = int(self.lengths[i]) if stop is None else stop
+        layers = self.manifest.state_layers if layers is None else layers
         read = read_tensors(self._files, self.extents(i, start, stop, layers))
         for k, rows in enumerate(read):
             if len(rows) < stop - start:
@@ -203,6 +206,10 @@ class StoreSource:
                 read[k] = torch.full((stop - start, rows.shape[1]), torch.nan, dtype=rows.dtype)
                 read[k][at] = rows
         return torch.stack(read)
+
+    def logits(self, i: int) -> torch.Tensor:
+        """Kept logits of sample i's trained tokens, as the words of logits.py, [trained, 3 k]."""
+        return read_tensors(self._files, self.extents(i, layers=self.manifest.layers[-1:]))[0]
 
     def nbytes(self, i: int) -> int:
         return int(self._index.nbytes[i].sum())

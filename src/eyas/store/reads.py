@@ -25,6 +25,7 @@ from torch import Tensor
 
 from eyas.errors import EyasError
 from eyas.store.layout import OPEN_SUFFIX, PAGE
+from eyas.store.logits import pack
 
 CALL_BYTES = 32 << 20  # a call grows to at least this where the batch has that much in one piece
 GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than to leave out
@@ -36,6 +37,7 @@ _DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
+    "int32": torch.int32,
     "uint8": torch.uint8,
 }
 
@@ -47,11 +49,12 @@ class Extent(NamedTuple):
     path: the file. For a shard of a store its final name, which need not exist yet
     offset, nbytes: from the first byte of the first row to the last byte of the last one
     layer: id out of the manifest's `layers`
-    dtype: "bfloat16", "float16", "float32"; "float8_e4m3fn", "float8_e5m2" or "int8", usually with `scales`
+    dtype: "bfloat16", "float16", "float32"; "float8_e4m3fn", "float8_e5m2" or "int8", usually with `scales`;
+        "int32" for token ids, with their log p as `scales`: kept logits (logits.py)
     row_bytes: bytes of one row; its values are contiguous
     stride: bytes from one row to the next; more than row_bytes where a file is token-major
     xxh3: xxh3-64 of the nbytes in hex, or None where nobody knows (a part of what was hashed, another tool's file)
-    scales: one float32 for each row that multiplies it (row_bytes 4), or None
+    scales: one float32 for each row that multiplies it (row_bytes 4), or None; behind "int32" as many float16 a row
     channels: [values] float32 that multiply every row as well, on the CPU, or None
     """
 
@@ -240,7 +243,8 @@ def with_scales(extents: Sequence[Extent]) -> list[Extent]:
 
 
 def decode(memory: Tensor, flat: Sequence[Extent], places: Sequence[int]) -> list[Tensor]:
-    """The rows of every extent but the scales, [rows, values] bfloat16: views of `memory` where they are stored so.
+    """The rows of every extent but the scales, [rows, values] bfloat16: views of `memory` where they are stored so; of
+    kept logits the words of logits.py.
 
     memory: uint8, as `read` filled it, here or copied to a device; flat: of `with_scales`.
     """
@@ -249,6 +253,10 @@ def decode(memory: Tensor, flat: Sequence[Extent], places: Sequence[int]) -> lis
     while k < len(flat):
         e, values = flat[k], _rows(memory, flat[k], places[k])
         k += 1
+        if e.dtype == "int32":
+            rows.append(pack(values, _rows(memory, flat[k], places[k])))
+            k += 1
+            continue
         if e.scales is not None:
             values = values.float().mul_(_rows(memory, e.scales, places[k]))
             k += 1

@@ -28,7 +28,7 @@ import xxhash
 
 from eyas.errors import EyasError
 from eyas.files import sync_folder
-from eyas.store import codecs, layout
+from eyas.store import codecs, layout, logits
 from eyas.store.layout import Manifest, Part, Record
 
 _BUFFERS_PER_CALL = 512  # the kernel takes 1,024
@@ -191,9 +191,12 @@ class StoreWriter:
         parts: list[np.ndarray] = []
         manifest = self.manifest
         for j, (layer, k) in enumerate(zip(states, manifest.layers, strict=True)):
-            if manifest.last_rows == "trained" and k == manifest.layers[-1] and len(layer) == len(loss_mask):
+            last = k == manifest.layers[-1]
+            if manifest.last_rows != "all" and last and len(layer) == len(loss_mask):
                 layer = layer[torch.from_numpy(np.flatnonzero(loss_mask))]
-            if manifest.codec == "bf16":
+            if manifest.logits and last:
+                parts += [_bytes_of(t) for t in logits.split(layer.detach().cpu())]
+            elif manifest.codec == "bf16":
                 parts.append(_bytes_of(layer.detach().to("cpu", torch.bfloat16)))
             else:
                 by = None if self._channels is None else self._channels[j]
@@ -206,7 +209,8 @@ class StoreWriter:
         """Append one sample. It is recorded ("done") at the next commit, at the latest when the writer is closed.
 
         input_ids: [T] integers, T >= 1; loss_mask: [T] booleans; states: [layers, T, Ht], or that many [T, Ht] (of the
-        last layer the trained rows alone will do where the store keeps no others), or what `encode` made of them.
+        last layer the trained rows alone will do where the store keeps no others, and where it keeps logits the last
+        layer is what logits.py makes of them), or what `encode` made of them.
         Raises EyasError when the disk refuses (the sample is then not in the store), ValueError on wrong shapes.
         """
         ids = np.ascontiguousarray(input_ids, dtype=np.int32)
@@ -214,9 +218,10 @@ class StoreWriter:
         tokens, layers = len(ids), len(self.manifest.layers)
         lengths = states.rows if isinstance(states, Stored) else tuple(len(layer) for layer in states)
         widths = states.widths if isinstance(states, Stored) else tuple(layer.shape[-1] for layer in states)
-        allowed = {tokens, int(mask.sum())} if self.manifest.last_rows == "trained" else {tokens}
+        allowed = {tokens} if self.manifest.last_rows == "all" else {tokens, int(mask.sum())}
+        wide = (self.manifest.hidden_size,) * (layers - 1) + (3 * self.manifest.logits or self.manifest.hidden_size,)
         right = lengths[:-1] == (tokens,) * (layers - 1) and lengths[-1] in allowed
-        if tokens == 0 or mask.shape != ids.shape or not right or widths != (self.manifest.hidden_size,) * layers:
+        if tokens == 0 or mask.shape != ids.shape or not right or widths != wide:
             raise ValueError(f"sample {id}: ids {ids.shape}, mask {mask.shape}, states {lengths} of {widths}")
         if id in self.done_ids or id in self._pending_ids:
             raise ValueError(f"sample {id} is in the store already")
@@ -286,8 +291,7 @@ class StoreWriter:
         self.commit()
         assert self._shard is not None
         if self._shard_records:
-            width = self.manifest.hidden_size
-            entries = layout.header_entries(self._shard_records, self.manifest.layers, width, self._data_start)
+            entries = layout.header_entries(self._shard_records, self.manifest, self._data_start)
             header = layout.header_json(entries)
             length = self._data_start - 8
             if len(header) > length:

@@ -71,7 +71,7 @@ class Batch:
     """One pack, ready for a step.
 
     states: [T, 3 Ht] the verifier's low, middle and high state at the plan's key rows
-    last: [R, Ht] its last state at the plan's target rows
+    last: [R, Ht] its last state at the plan's target rows, or the logits kept in its place, [R, 3 k] (store/logits.py)
     samples: indices into the source; tokens: packed tokens, the untouched ones included; nbytes: read from the store
     trained: [K] positions that TTT step k trains, in this pack and in what is left of its group (`Loader`)
     """
@@ -149,7 +149,7 @@ def plan_pack(source: Source, samples: list[int], steps: int, max_seq_len: int) 
         ids, mask = source.tokens(i)
         documents.append((ids[:max_seq_len], mask[:max_seq_len]))
     kept = None
-    if source.manifest.last_rows == "trained":
+    if source.manifest.last_rows != "all":
         kept = [np.cumsum(mask) - 1 for _, mask in documents]
     return Planned(make_plan(documents, steps), samples, [len(ids) for ids, _ in documents], kept)
 
@@ -166,13 +166,13 @@ def assemble(pack: Pack, into: Ring | Tensor) -> Batch:
     """
     plan = pack.plan
     samples = pack.loaded.states(None if isinstance(into, Ring) else into)
-    Ht = samples[0][0].shape[1]
+    Ht, wide = samples[0][0].shape[1], samples[0][3].shape[1]
     T, R = len(plan.key_row), len(plan.target_row)
     if isinstance(into, Ring):
-        both = torch.from_numpy(into.lease((3 * T + R) * Ht * 2)).view(torch.bfloat16)
+        both = torch.from_numpy(into.lease((3 * T * Ht + R * wide) * 2)).view(torch.bfloat16)
     else:
-        both = torch.empty((3 * T + R) * Ht, dtype=torch.bfloat16, device=into.device)
-    states, last = both[: 3 * T * Ht].view(T, 3 * Ht), both[3 * T * Ht :].view(R, Ht)
+        both = torch.empty(3 * T * Ht + R * wide, dtype=torch.bfloat16, device=into.device)
+    states, last = both[: 3 * T * Ht].view(T, 3 * Ht), both[3 * T * Ht :].view(R, wide)
     first = first_target = 0
     targets = plan.target_row.numpy()
     for b, (layers, doc) in enumerate(zip(samples, plan.documents, strict=True)):

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from eyas.config import TrainConfig, parse_loss
-from eyas.drafter.loss import greedy_choice, head_loss, state_loss
+from eyas.drafter.loss import DraftHead, head_loss, state_loss
 from eyas.drafter.model import Drafter
+from eyas.errors import EyasError
+from eyas.evaluate.kept import KeptHead
 from eyas.evaluate.offline import VerifierHead
 from eyas.train.batches import Batch
 
@@ -27,22 +29,29 @@ class Objective(nn.Module):
     """Loss of packs. `verifier` and the drafter are on `device`; states are computed with in `dtype`."""
 
     def __init__(
-        self, drafter: Drafter, verifier: VerifierHead, config: TrainConfig, device: torch.device, dtype: torch.dtype
+        self,
+        drafter: Drafter,
+        verifier: VerifierHead | KeptHead,
+        config: TrainConfig,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        if config.state_weight and isinstance(verifier, KeptHead):
+            raise EyasError(f"{config.data_dir} keeps logits and no last states: --state-weight 0, or its original")
         self.drafter, self.verifier = drafter, verifier
         self.config, self.device, self.dtype = config, device, dtype
         self.noise, self.kinds = torch.Generator(device), parse_loss(config.loss)
 
     @cached_property
-    def draft_head(self) -> Tensor:
-        """The verifier's lm_head rows of the draft vocabulary, [Vd, Ht]."""
+    def draft_head(self) -> DraftHead:
+        """The verifier's lm_head rows of the draft vocabulary, [Vd, Ht], or what makes its logits of what is kept."""
         return self.verifier.draft_head()
 
     @cached_property
     def known(self) -> Tensor:
         """[V] bool, which tokens the draft vocabulary holds."""
-        known = torch.zeros(len(self.verifier.head), dtype=torch.bool, device=self.device)
+        known = torch.zeros(self.verifier.vocab_size, dtype=torch.bool, device=self.device)
         known[self.verifier.draft_ids] = True
         return known
 
@@ -61,10 +70,10 @@ class Objective(nn.Module):
         if seed is not None:
             torch.manual_seed(seed)  # dropout
             states = self._noisy(states, seed)
-        last = self.verifier.norm(batch.last.to(self.device)).to(self.dtype)
+        last = self.verifier.targets(batch.last.to(self.device), self.dtype)
         rows, step, target = plan.loss_row, plan.loss_step, plan.loss_target  # [M] each
         if self.config.outside == "drop":
-            known = self.known[greedy_choice(last, self.verifier.head)][target]
+            known = self.known[self.verifier.first_choice(last)][target]
             rows, step, target = rows[known], step[known], target[known]
         decay = self.config.step_weight_decay ** torch.arange(plan.steps, device=self.device)
         share = decay / decay.sum() / torch.tensor(counts, device=self.device).clamp_min(1)  # [K]

@@ -10,6 +10,7 @@ import torch
 from eyas.config import TrainConfig
 from eyas.drafter.model import DrafterConfig
 from eyas.errors import EyasError
+from eyas.evaluate.kept import KeptHead
 from eyas.evaluate.offline import VerifierHead
 from eyas.store.reader import Source
 from eyas.train.batches import split_source
@@ -48,8 +49,11 @@ def aux_layers(source: Source, verifier: Verifier) -> tuple[int, ...]:
 
 def verifier_head(
     verifier: Verifier, source: Source, vocab: DraftVocab, device: torch.device, dtype: torch.dtype
-) -> VerifierHead:
-    """The verifier's norm and head as needed for the last states of `source`."""
+) -> VerifierHead | KeptHead:
+    """The verifier's norm and head as needed for the last states of `source`, or for the logits in their place."""
+    draft_ids = torch.from_numpy(vocab.targets).to(device)
+    if source.manifest.logits:
+        return KeptHead(draft_ids, verifier.config.vocab_size)
     norm = verifier.final_norm()
     if source.manifest.norm_side not in ("before", "after"):
         raise EyasError(
@@ -58,7 +62,7 @@ def verifier_head(
     return VerifierHead(
         norm=(lambda x: norm(x.float())) if source.manifest.norm_side == "before" else (lambda x: x),
         head=verifier.lm_head(dtype=dtype).to(device),
-        draft_ids=torch.from_numpy(vocab.targets).to(device),
+        draft_ids=draft_ids,
     )
 
 

@@ -6,9 +6,6 @@
     deepspec.py      DeepSpec's shards
 
 A format is a module with NAME, WHAT, `files(folder)`, `jobs(folder, files)`, `look(...)`; `torchzip.py` finds tensors
-in a torch.save file without running anything of it, `index.py` keeps what was found, `source.py` reads.
+in a torch.save file without running anything of it, `index.py` keeps what was found, `processes.py` looks at many files
+on every core, `source.py` reads. Where `look` is a `functools.partial` it can be sent to a process.
 """
-
-from eyas.store.foreign.source import ForeignSource, find_format
-
-__all__ = ["ForeignSource", "find_format"]

@@ -7,6 +7,7 @@ layers.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def files(folder: Path) -> list[Path]:
 
 def jobs(folder: Path, found: list[Path]) -> tuple[list[Job], Any]:
     """One sample a file."""
-    return [Job(path.name, path) for path in found], lambda path: look(path, folder)
+    return [Job(path.name, path) for path in found], partial(look, folder=folder)
 
 
 def look(path: Path, folder: Path) -> Found:

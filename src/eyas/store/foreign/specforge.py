@@ -10,6 +10,7 @@ decompresses the file (8 s of one core per GB): convert it first (`eyas store co
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def files(folder: Path) -> list[Path]:
 
 def jobs(folder: Path, found: list[Path]) -> tuple[list[Job], Any]:
     """One sample a file."""
-    return [Job(str(path.relative_to(folder)), path) for path in found], lambda path: look(path, folder)
+    return [Job(str(path.relative_to(folder)), path) for path in found], partial(look, folder=folder)
 
 
 def look(path: Path, folder: Path) -> Found:
