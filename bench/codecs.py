@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("demo", type=Path)
     parser.add_argument("--verifier", required=True)
     parser.add_argument("runs", nargs="*", default=RUNS, help="codec[,rows of the last state[,state weight]]")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     out = Path("bench/out/codecs.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     for run in asked.runs:

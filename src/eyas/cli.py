@@ -50,10 +50,20 @@ CodecOption = Annotated[str, typer.Option(help="bf16, or 8-bit states: fp8, int8
 LastOption = Annotated[
     str, typer.Option(help="Rows of the last state: all, trained (of trained tokens alone), or logits:64 in its place")
 ]
+StageOption = Annotated[
+    Path | None,
+    typer.Option(help="Where data in an object store is kept [EYAS_STAGE_DIR, or ~/.cache/eyas/staged]"),
+]
 DtypeOption = Annotated[str, typer.Option(help="auto (bf16 where the hardware computes it), bf16, fp32")]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the code that the verifier's folder brings")
 ]
+
+
+def stage_into(folder: Path | None) -> None:
+    """Keep the data of URLs below this folder, in this process."""
+    if folder is not None:
+        os.environ["EYAS_STAGE_DIR"] = str(folder)
 
 
 def layer_list(text: str | None) -> Any:
@@ -202,9 +212,11 @@ def vocab(
     size: Annotated[
         int, typer.Option(min=1, help="Tokens in the draft vocabulary; few data: 4096 (the coverage is told)")
     ] = 32_000,
+    stage_dir: StageOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Choose the draft vocabulary: the tokens that are trained on most often."""
+    stage_into(stage_dir)
     with interruptible():
         from eyas.verifier import Verifier
         from eyas.vocab import build
@@ -215,7 +227,12 @@ def vocab(
 @app.command()
 def train(
     verifier_path: Annotated[str | None, typer.Option(help="The verifier: a folder, or a hub id")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="A store, or a folder of data_*.pt files")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="A store, or a folder of data_*.pt files, here or in s3://...")
+    ] = None,
+    stage_dir: Annotated[
+        Path | None, typer.Option(help="Where data in an object store is kept [~/.cache/eyas/staged]")
+    ] = None,
     vocab_mapping_dir: Annotated[
         Path | None, typer.Option(help="Folder with d2t and t2d; without it the full vocabulary")
     ] = None,
@@ -306,11 +323,13 @@ def evaluate(
     dtype: DtypeOption = "auto",
     stream_dtype: Annotated[str | None, typer.Option(help="Of the one-stream speed alone [--dtype]")] = None,
     device: DeviceOption = "auto",
+    stage_dir: StageOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure a drafter: accept length (tokens per verification) on held-out states and by lossless decoding."""
     from eyas.record.record import Record
 
+    stage_into(stage_dir)
     recorder = Record((output.parent if output else checkpoint) / "eval", "eyas eval", unit="prompt")
     with interruptible(), recorder as record:
         from eyas.evaluate.run import EvalOptions, evaluate_checkpoint
@@ -418,14 +437,18 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 @store_app.command(name="info")
 def store_info(
-    data: Annotated[Path, typer.Argument(help="A store, or a folder of data_*.pt files")], as_json: JsonOption = False
+    data: Annotated[Path, typer.Argument(help="A store, or a folder of data_*.pt files")],
+    stage_dir: StageOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Sizes, lengths and trained share, from the index alone."""
     import json
 
-    from eyas.store.info import describe, info
+    with interruptible():
+        from eyas.store.info import describe, info
 
-    told = info(data)
+        stage_into(stage_dir)
+        told = info(data, None if as_json else say)
     say(json.dumps(told, indent=1, ensure_ascii=False) if as_json else describe(told))
 
 
@@ -464,12 +487,14 @@ def store_check(
     ] = False,
     against: Annotated[Path | None, typer.Option(help="What it was converted from: compare with that")] = None,
     num_workers: Annotated[int, typer.Option(min=1, help="Threads that read")] = 4,
+    stage_dir: StageOption = None,
     as_json: JsonOption = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Look at every sample: checksums, NaN, zeros, copies, shifted rows. Exit code 1: faults were found."""
     import json
 
+    stage_into(stage_dir)
     with interruptible():
         from eyas.store.check import check
         from eyas.verifier import Verifier
@@ -490,12 +515,14 @@ def store_convert(
     codec: CodecOption = "bf16",
     last: LastOption = "all",
     num_workers: Annotated[int, typer.Option(min=1, help="Threads that read")] = 4,
+    stage_dir: StageOption = None,
     as_json: JsonOption = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Make a store of any source, or a store in another codec. Started again, it goes on. Exit code 1: some lost."""
     import json
 
+    stage_into(stage_dir)
     with interruptible(GOES_ON, output_dir):
         from eyas.store.convert import convert
         from eyas.verifier import Verifier
@@ -537,6 +564,7 @@ def plan(
     head_dim: Annotated[int | None, typer.Option(help="Drafter's head size [the verifier's]")] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    stage_dir: StageOption = None,
     as_json: JsonOption = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
@@ -548,6 +576,7 @@ def plan(
     from eyas.plan.report import lines
     from eyas.plan.run import Asked, make_plan
 
+    stage_into(stage_dir)
     if (data_dir is None) == (tokens is None):
         raise EyasError("name the data (--data-dir), or how many tokens there will be (--tokens)")
     names = (

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from eyas.errors import EyasError
+from eyas.store.remote import url_of
 
 LOSSES = ("kl", "reverse_kl", "tv", "lk")  # defined in drafter/loss.py
 
@@ -37,6 +38,9 @@ class TrainConfig(BaseModel):
 
     verifier_path: str = Field(description="The verifier: a folder with config.json and safetensors, or a hub id")
     data_dir: Path = Field(description="A store made by `eyas capture`, or a folder of data_*.pt files")
+    stage_dir: Path | None = Field(
+        None, description="Where data in an object store (s3://...) is kept; default ~/.cache/eyas/staged"
+    )
     vocab_mapping_dir: Path | None = Field(None, description="Folder with d2t and t2d; without it the full vocabulary")
     output_dir: Path = Field(description="The run directory")
 
@@ -123,7 +127,8 @@ class TrainConfig(BaseModel):
 
     def resolved(self) -> dict[str, Any]:
         """Plain values, as run.yaml holds them; not `notify`, whose addresses hold passwords."""
-        return self.model_dump(mode="json", exclude={"resume"})
+        values = self.model_dump(mode="json", exclude={"resume"})
+        return values | {"data_dir": url_of(self.data_dir) or values["data_dir"]}
 
     def sinks(self) -> list[str]:
         """Who else hears of the run, in the words of `eyas.record`."""

@@ -143,7 +143,9 @@ def build(
     Raises EyasError when the source was made with another verifier, holds no trained token, or cannot be read.
     """
     if isinstance(source, Path):
-        source = _open(source, verifier, say)
+        from eyas.store.remote import staged
+
+        source = _open(staged(source, say), verifier, say)
     if isinstance(source, Prepared) and source.manifest["verifier"]["fingerprint"] != verifier.fingerprint:
         raise EyasError(
             f"these conversations were prepared for {source.manifest['verifier']['name']}, not for "

@@ -36,6 +36,7 @@ from eyas.evaluate.run import check_verifier, find_checkpoint, prompt_of, slashe
 from eyas.evaluate.served import Server
 from eyas.files import write_json
 from eyas.store.reader import open_source
+from eyas.store.remote import staged
 from eyas.train.batches import split_source
 from eyas.verifier import Verifier
 
@@ -123,7 +124,8 @@ def _prompts(options: BenchOptions, run: dict[str, Any], verifier: Verifier) -> 
     if options.prompts:
         found = list(_from_files(options.prompts, verifier))
     elif run:
-        source = open_source(Path(run["data_dir"]), verifier.config, verifier.fingerprint)
+        folder = staged(run["data_dir"], stage_dir=run.get("stage_dir"))
+        source = open_source(folder, verifier.config, verifier.fingerprint)
         length = run.get("max_seq_len", 2048)
         _, held_out, _ = split_source(source, length, run.get("val_ratio", 0.1))
         found = [p for p in (prompt_of(*source.tokens(i), length) for i in held_out) if p]

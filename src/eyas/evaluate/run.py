@@ -31,6 +31,7 @@ from eyas.files import check_writable, write_json
 from eyas.record.record import Record
 from eyas.regenerate import end_token_ids
 from eyas.store.reader import Source, open_source
+from eyas.store.remote import staged, url_of
 from eyas.train.batches import Loader, pack, split_source
 from eyas.train.setup import aux_layers, verifier_head
 from eyas.verifier import Verifier
@@ -127,7 +128,7 @@ def evaluate_checkpoint(
     data_dir = options.data_dir or run.get("data_dir")
     if not verifier_path or not data_dir:
         raise EyasError(f"{folder} lies in no run directory: name --verifier-path and --data-dir")
-    if options.data_dir is None and not Path(data_dir).exists():
+    if options.data_dir is None and url_of(data_dir) is None and not Path(data_dir).exists():
         raise EyasError(
             f"the run's data are not at {data_dir}, which {Path(run['run_dir']) / 'run.yaml'} names: name --data-dir"
             " (a relative path there is of the folder that the run was started in)"
@@ -147,7 +148,7 @@ def evaluate_checkpoint(
     verifier = verifier_of(run, options.verifier_path, options.trust_remote_code)
     check_verifier(folder, verifier)
     record.enter("indexing")
-    source = open_source(Path(data_dir), verifier.config, verifier.fingerprint, say)
+    source = open_source(staged(data_dir, say, run.get("stage_dir")), verifier.config, verifier.fingerprint, say)
     record.enter("reading verifier")
     drafter, vocab = load_checkpoint(folder, verifier.config, verifier.embedding())
     layers = aux_layers(source, verifier)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,16 @@ class Asked:
 def make_plan(asked: Asked, say: Callable[[str], None] = print) -> dict[str, Any]:
     """The plan as a report: sizes, rates, terms, memory, the bottleneck and what to do. Raises EyasError."""
     from eyas.store import reader
+    from eyas.store.remote import staged
     from eyas.train.batches import epoch_order, pack, split_source
     from eyas.train.setup import drafter_config
     from eyas.verifier import Verifier
     from eyas.vocab import load as load_vocab
 
     c = asked.config
+    if asked.tokens is None:
+        c = c.model_copy(update={"data_dir": staged(c.data_dir, say)})
+        asked = replace(asked, config=c)
     verifier = Verifier(c.verifier_path, trust_remote_code=c.trust_remote_code)
     V = verifier.config.vocab_size
     if c.vocab_mapping_dir is not None:

@@ -39,6 +39,7 @@ from eyas.store import layout, logits
 from eyas.store.agreement import PLAUSIBLE, top1
 from eyas.store.costs import costs
 from eyas.store.reader import Source, StoreSource, open_source
+from eyas.store.remote import staged
 from eyas.store.scan import Progress, scan
 from eyas.verifier import FinalNorm, Verifier
 
@@ -83,6 +84,7 @@ def check(
     against: what the store was converted from: tells what the conversion cost, which needs a verifier.
     `report["ok"]` says whether nothing was found. Raises EyasError when there is nothing to look at.
     """
+    path, against = staged(path, say), None if against is None else staged(against, say)
     fingerprint = verifier.fingerprint if verifier is not None else None
     source = open_source(path, verifier.config if verifier is not None else None, fingerprint, say)
     started = time.monotonic()

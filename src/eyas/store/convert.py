@@ -28,6 +28,7 @@ from eyas.store import codecs, layout
 from eyas.store.layout import Manifest
 from eyas.store.logits import TopK, make_top_k
 from eyas.store.reader import Source, StoreSource, open_source
+from eyas.store.remote import staged
 from eyas.store.scan import Progress, scan
 from eyas.store.writer import Stored, StoreWriter
 from eyas.verifier import Verifier
@@ -53,6 +54,7 @@ def convert(
     Raises EyasError when the source is not of this verifier, the output holds something else, or the disk is too small.
     """
     codecs.check_names(codec, last)
+    source_path = staged(source_path, say)
     if output.resolve() == source_path.resolve():
         raise EyasError(f"{output} is the source: name another folder for the store")
     fingerprint = verifier.fingerprint if verifier is not None else None

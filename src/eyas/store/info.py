@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 
 from eyas.store import layout
 from eyas.store.reader import open_source
+from eyas.store.remote import staged
 
 BAR = 40  # characters of the longest bar
 
 
-def info(path: Path) -> dict[str, Any]:
+def info(path: Path, say: Callable[[str], None] | None = None) -> dict[str, Any]:
     """Everything `eyas store info --json` prints. Raises EyasError when `path` holds no usable data."""
+    path = staged(path, say)
     source = open_source(path)
     lengths, manifest = source.lengths, source.manifest
     tokens, trained = int(lengths.sum()), int(source.trained.sum())

@@ -23,6 +23,7 @@ from eyas.store import codecs, layout
 from eyas.store.index import Index, load_index
 from eyas.store.layout import Manifest, Record
 from eyas.store.reads import Extent, Files, read_bytes, read_tensors
+from eyas.store.remote import staged
 from eyas.verifier import VerifierConfig
 
 
@@ -63,11 +64,11 @@ def open_source(
     fingerprint: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Source:
-    """The store or the folder of `data_*.pt` files at `path`.
+    """The store or the folder of `data_*.pt` files at `path`, which may be in an object store (remote.py).
 
     Raises EyasError when nothing usable lies there, or when it is not of this verifier.
     """
-    folder = Path(path)
+    folder = staged(path, say)
     if not folder.is_dir():
         raise EyasError(
             f"{folder} is not a folder: name a store (eyas capture writes one) or a folder of data_*.pt files"

@@ -29,6 +29,7 @@ from eyas.files import check_writable, write_json
 from eyas.record.record import Record
 from eyas.store.reader import open_source
 from eyas.store.readpath import ReadPath
+from eyas.store.remote import staged
 from eyas.train.batches import Batch, Loader, epoch_order, pack
 from eyas.train.objective import Objective, pack_seed
 from eyas.train.optim import Average, check_optimiser, learning_rate, make_optimisers, optimiser_tensors
@@ -66,7 +67,8 @@ class Run:
         self.verifier = Verifier(config.verifier_path, trust_remote_code=config.trust_remote_code)
         self.record.enter("indexing")
         with self.ranks.one_by_one():  # an index that is built is built by one
-            self.source = open_source(config.data_dir, self.verifier.config, self.verifier.fingerprint, self.say)
+            folder = staged(config.data_dir, self.say, config.stage_dir)
+            self.source = open_source(folder, self.verifier.config, self.verifier.fingerprint, self.say)
         # Filling the cache costs more than reading past it, and one epoch never comes back to it.
         cache_gb = 0 if config.epochs == 1 and config.cache_gb == "auto" else config.cache_gb
         self.reads = ReadPath(self.source, cache_gb=cache_gb, device=self.device, say=self.say)

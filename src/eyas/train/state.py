@@ -47,7 +47,7 @@ NAME = re.compile(r"step-(\d+)")
 FREE = {
     "verifier_path", "data_dir", "vocab_mapping_dir", "output_dir", "init_from", "num_workers", "device", "dtype",
     "parallel", "save_every", "keep", "max_minutes", "patience", "trust_remote_code", "cache_gb", "tensorboard",
-    "wandb", "trackio", "metrics_port", "notify", "on_nan",
+    "wandb", "trackio", "metrics_port", "notify", "on_nan", "stage_dir",
 }  # fmt: skip
 
 
