@@ -173,7 +173,7 @@ def test_the_index_is_built_once_and_again_when_a_file_changes(
 ) -> None:
     folder, looked = save(tmp_path / "d", on_policy), []
     real = founding.look
-    monkeypatch.setattr(founding, "look", lambda path, top: looked.append(path.name) or real(path, top))
+    monkeypatch.setattr(founding, "look", lambda path, folder: looked.append(path.name) or real(path, folder))
     first = open_source(folder)
     assert len(looked) == COUNT
     second = open_source(folder)
