@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from eyas.store.reader import open_source
+from eyas.store.logits import split
+from eyas.store.reader import StoreSource, open_source
 
 
 def test_check_says_that_all_is_well_in_words_and_json(tiny: Any, founding: Path, eyas: Any) -> None:
@@ -96,6 +97,38 @@ def test_capture_in_a_codec_holds_what_a_conversion_would(tiny: Any, eyas: Any, 
     )  # fmt: skip
     assert wrong.code == 2
     assert "codec int8, not bf16" in wrong.err[0]
+
+
+def test_logits_in_place_of_the_last_state_from_capture_and_from_convert(tiny: Any, eyas: Any, tmp_path: Path) -> None:
+    options = ["--verifier-path", tiny.verifier, "--last", "logits:20"]
+    command = ["capture", *options, "--prepared", tiny.prepared, "--output-dir", tmp_path / "a", "--dtype", "fp32"]
+    assert eyas(*command).code == 0
+    again = eyas(*command, "--codec", "bf16")
+    assert any("are in" in line and "already" in line for line in again.out)
+    done = eyas("store", "convert", tiny.store, tmp_path / "b", *options)
+    assert done.code == 0, done.err
+    a, b = open_source(tmp_path / "a"), open_source(tmp_path / "b")
+    assert isinstance(a, StoreSource) and isinstance(b, StoreSource)
+    assert a.ids == b.ids
+    for i in (0, 20, 39):
+        (ids, p), (others, q) = split(a.logits(i)), split(b.logits(i))
+        assert ids[:, 0].equal(others[:, 0])
+        assert float((p - q).abs().float().max()) < 0.05
+    told = eyas("store", "info", tmp_path / "a")
+    assert any("in place of the last state the 20 likeliest tokens of each trained row" in line for line in told.out)
+    checked = eyas("store", "check", tmp_path / "b", "--verifier-path", tiny.verifier, "--against", tiny.store)
+    assert [line for line in checked.out if line.startswith(("agreement", "logits"))][1:] == []  # another's text: one
+    assert any(line.startswith("as bf16, logits:20: KL ") for line in checked.out)
+    done = eyas(
+        "train", "--verifier-path", tiny.verifier, "--data-dir", tmp_path / "b", "--vocab-mapping-dir", tiny.vocab,
+        "--output-dir", tmp_path / "run", "--epochs", 1, "--max-seq-len", 128,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    done = eyas("eval", tmp_path / "run", "--prompts", 2, "--max-new-tokens", 4, "--dtype", "fp32")
+    assert done.code == 0, done.err
+    plan = eyas("plan", "--verifier-path", tiny.verifier, "--tokens", 1000, "--gpu", "H100", "--last", "logits:20",
+                "--disk-gb-s", 1, "--ram-gb", 1, "--json")  # fmt: skip
+    assert plan.code == 0, plan.err
 
 
 def test_plan_of_data_here_and_of_data_to_come(tiny: Any, eyas: Any, tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ def capture(
                     agreements.append(run.check(names, rows, states))
                 record.enter("saving")
                 for i, s in zip(batch, states, strict=True):
-                    layers = list(s) if keep is None else keep.instead(list(s), prepared.loss_mask[i])
-                    writer.add(prepared.ids[i], prepared.input_ids[i], prepared.loss_mask[i], layers)
+                    kept = list(s) if keep is None else keep.instead(list(s), prepared.loss_mask[i])
+                    writer.add(prepared.ids[i], prepared.input_ids[i], prepared.loss_mask[i], kept)
                 progress.add(len(batch), sum(map(len, rows)))
                 record.count(progress.samples, progress.tokens, progress.share)
             record.enter("finishing")

@@ -14,6 +14,7 @@ Cost of making it: one product with the whole head a row, in float32 (SmolLM2, V
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +77,8 @@ def split(words: Tensor) -> tuple[Tensor, Tensor]:
     return bits[:, : 2 * k].contiguous().view(torch.int32), bits[:, 2 * k :].contiguous().view(torch.float16)
 
 
-class Complete(NamedTuple):
+@dataclass(frozen=True)
+class Complete:
     """Log-probabilities [R, width] float32 of some tokens from words [R, 3 k], the tail spread evenly over the others.
 
     column: [V] int64, where in the result each token is, `width` for those that are not.

@@ -20,8 +20,9 @@ import re
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ THREADS = 8  # objects that are fetched at once
 PIECE = 8 << 20
 SAY_SECONDS = 2.0
 KEPT = ".staged.json"  # {file: [size, etag]} of what is whole in the folder
+_SIDE = re.compile(r"\..*\.[0-9a-f]{16}\.part")
 _URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/]+)/?(.*)")  # pathlib makes one slash of two
 
 Say = Callable[[str], None]
@@ -121,7 +123,9 @@ def _list(bucket: Any, url: str) -> list[Object]:
         for some in obstore.list(bucket)
         for meta in some
     ]
+    # Hidden files are what somebody's machine kept for itself, this one's index among them.
     found = [o for o in found if not o.name.endswith("/") and not Path(o.name).name.startswith(".")]
+    found = [o for o in found if ".." not in o.name.split("/")]
     if not found:
         raise EyasError(f"{url} holds nothing: name the folder of a store in that bucket")
     return sorted(found)
@@ -145,6 +149,10 @@ def _fetch(bucket: Any, url: str, there: list[Object], folder: Path, say: Say) -
     """Make the folder hold exactly these objects, and the files of its own that nobody else has."""
     kept = _kept(folder)
     todo = [o for o in there if not _is_here(folder, o, kept)]
+    sides = {_side(folder, o) for o in todo}
+    for side in folder.rglob(".*.part"):
+        if side not in sides and _SIDE.fullmatch(side.name):  # begun with an earlier content
+            side.unlink()
     begun = {o.name: _begun(folder, o) for o in todo}
     missing = sum(o.size - begun[o.name] for o in todo)
     total = sum(o.size for o in there)
@@ -163,10 +171,13 @@ def _fetch(bucket: Any, url: str, there: list[Object], folder: Path, say: Say) -
             )
         _fetch_all(bucket, url, todo, folder, kept, missing, say)
     names = {o.name for o in there}
-    for name in [name for name in kept if name not in names]:  # what the bucket has no more
+    gone = [name for name in kept if name not in names]
+    for name in gone:
         (folder / name).unlink(missing_ok=True)
         del kept[name]
+    if gone:
         write_json(folder / KEPT, kept)
+        say(f"removed {len(gone):,} staged files that {url} has no more: {gone[0]}{', ...' if gone[1:] else ''}")
 
 
 def _fetch_all(
@@ -190,8 +201,11 @@ def _fetch_all(
     last = [Path(o.name).name.startswith(("journal-", "manifest.json")) for o in todo]
     try:
         for turn in (False, True):
-            waiting = {pool.submit(one, o) for o, late in zip(todo, last, strict=True) if late == turn}
-            while waiting:
+            queue = deque(o for o, late in zip(todo, last, strict=True) if late == turn)
+            waiting: set[Future[Object]] = set()
+            while queue or waiting:
+                while queue and len(waiting) < 4 * THREADS:
+                    waiting.add(pool.submit(one, queue.popleft()))
                 ready, waiting = wait(waiting, timeout=SAY_SECONDS, return_when=FIRST_COMPLETED)
                 for o in (future.result() for future in ready):
                     kept[o.name] = [o.size, o.etag]
@@ -215,9 +229,6 @@ def _fetch_one(bucket: Any, o: Object, folder: Path, count: Callable[[int], None
 
     side, target = _side(folder, o), folder / o.name
     side.parent.mkdir(parents=True, exist_ok=True)
-    for old in side.parent.glob(f".{side.name.rsplit('.', 2)[0][1:]}.*.part"):  # of an earlier content
-        if old != side:
-            old.unlink(missing_ok=True)
     fd = os.open(side, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         at = _begun(folder, o)
