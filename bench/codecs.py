@@ -5,7 +5,8 @@
 The demo's store is converted to the codec, a drafter is trained on it for one epoch (three TTT steps, the demo's
 settings otherwise), and its figures are taken on the held-out samples of the original store: accept length at
 temperature 1 and greedy, by rounds. Nothing is decoded. One run each: differences under 0.01 are noise. Kept logits
-have no states to be targets (`--state-weight`), so they stand beside bf16 without them (bf16,all,0).
+have no states to be targets (`--state-weight`), so they stand beside bf16 without them (bf16,all,0). `--share 0.25`
+trains on a quarter of the samples; the held-out ones are the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from eyas.config import TrainConfig
 from eyas.evaluate.offline import evaluate
 from eyas.store.check import check
 from eyas.store.convert import convert
+from eyas.store.layout import QUARANTINE
 from eyas.store.reader import open_source
 from eyas.train.batches import Loader, pack, split_source
 from eyas.train.loop import Run
@@ -34,18 +36,35 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def measure(demo: Path, verifier_path: str, run_: str, folder: Path) -> dict[str, Any]:
+def subset(store: Path, folder: Path, verifier: Verifier, share: float) -> tuple[Path, float]:
+    """The store with a share of its training samples and all held-out ones, and what share of that is held out."""
+    source = open_source(store, verifier.config, verifier.fingerprint)
+    train, val, _ = split_source(source, SETTINGS["max_seq_len"], SETTINGS["val_ratio"])
+    kept = train[:: round(1 / share)]
+    folder.mkdir()
+    for path in store.iterdir():
+        (folder / path.name).symlink_to(path.resolve())
+    left_out = {source.ids[i]: "not in this share" for i in set(range(len(source.ids))) - set(kept) - set(val)}
+    (folder / QUARANTINE).write_text(json.dumps(left_out))
+    return folder, len(val) / (len(val) + len(kept))
+
+
+def measure(demo: Path, verifier_path: str, run_: str, share: float, folder: Path) -> dict[str, Any]:
     """Convert, look, train, evaluate; the figures as one row. run_: codec, rows of the last state, state weight."""
     codec, last, weight = (*run_.split(","), *["all", ""][run_.count(",") :])[:3]
     settings = dict(SETTINGS)
     if weight or last.startswith("logits"):
         settings["state_weight"] = float(weight or 0)
     verifier = Verifier(verifier_path)
-    data, row = demo / "store", {"codec": codec, "last": last, "state_weight": settings["state_weight"]}
+    row = {"codec": codec, "last": last, "state_weight": settings["state_weight"], "share": share}
+    data = original = demo / "store"
+    if share < 1:
+        data, settings["val_ratio"] = subset(original, folder / "part", verifier, share)
+        original = data
     if (codec, last) != ("bf16", "all"):
         data = folder / "store"
-        done = convert(demo / "store", data, verifier, codec=codec, last=last)
-        report = check(data, verifier, against=demo / "store", say=lambda _line: None)
+        done = convert(original, data, verifier, codec=codec, last=last)
+        report = check(data, verifier, against=original, say=lambda _line: None)
         cost = report["codecs"][0]
         row |= {"convert_s": done["seconds"], "kl": cost["kl"], "top1": cost["top1"], "error": cost["error"]}
     source = open_source(demo / "store", verifier.config, verifier.fingerprint)
@@ -60,7 +79,8 @@ def measure(demo: Path, verifier_path: str, run_: str, folder: Path) -> dict[str
     )
     run = Run(config)
     run.train()
-    _, val, _ = split_source(source, config.max_seq_len, config.val_ratio)
+    _, val, _ = split_source(source, config.max_seq_len, SETTINGS["val_ratio"])
+    assert {source.ids[i] for i in val} == {stored.ids[i] for i in run.val_samples}
     packs = pack(val, source.lengths, 512, config.max_seq_len)
     run.drafter.eval()
     head = verifier_head(run.verifier, source, run.vocab, run.device, run.dtype)
@@ -80,13 +100,14 @@ def main() -> None:
     parser.add_argument("demo", type=Path)
     parser.add_argument("--verifier", required=True)
     parser.add_argument("runs", nargs="*", default=RUNS, help="codec[,rows of the last state[,state weight]]")
+    parser.add_argument("--share", type=float, default=1.0, help="of the training samples")
     asked = parser.parse_intermixed_args()
     out = Path("bench/out/codecs.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     for run in asked.runs:
         folder = Path(tempfile.mkdtemp(prefix="codecs-"))
         try:
-            row = measure(asked.demo, asked.verifier, run, folder)
+            row = measure(asked.demo, asked.verifier, run, asked.share, folder)
         finally:
             shutil.rmtree(folder)
         rows = json.loads(out.read_text()) if out.exists() else []
