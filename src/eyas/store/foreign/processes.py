@@ -67,7 +67,11 @@ class Looking:
             with self._lock, contextlib.suppress(OSError):
                 if not self._closed:
                     command = [sys.executable, "-m", "eyas.store.foreign.processes"]
-                    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                    path = os.pathsep.join(p for p in sys.path if p)  # wherever this process has eyas from
+                    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                    child = subprocess.Popen(
+                        command, **pipes, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
+                    )
                     self._children.append(child)
                     self._local.child = child
                     pickle.dump(self.look, child.stdin)  # type: ignore[arg-type]
