@@ -63,7 +63,7 @@ def capturing(verifier: Any, prompts: list[list[int]], new_tokens: int) -> Any:
 
     store = Path(tempfile.mkdtemp(prefix="eyas-overhead-"))
     atexit.register(shutil.rmtree, store, ignore_errors=True)
-    manifest = manifest_of(verifier, Prepared({}, [], [], []), capture_layers(verifier, None), "vllm")
+    manifest = manifest_of(verifier, Prepared({}, [], [], []), capture_layers(verifier, None), "vllm, bfloat16")
     manifest.create(store)
     longest = max(map(len, prompts)) + new_tokens + 1
     engine = CAPTURE._engine(verifier, manifest, store, torch.bfloat16, longest, len(prompts), {}).engine

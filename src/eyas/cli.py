@@ -143,6 +143,9 @@ def capture(
     engine_args: Annotated[
         str, typer.Option(help='vllm: more of its engine\'s arguments, as {"tensor_parallel_size": 8}')
     ] = "{}",
+    url: Annotated[
+        str | None, typer.Option(help="vllm: a server with eyas' connector; without one, how to start it is said")
+    ] = None,
     codec: CodecOption = "bf16",
     last: LastOption = "all",
     dtype: DtypeOption = "auto",
@@ -177,11 +180,14 @@ def capture(
                 answers=answers,
                 in_flight=in_flight,
                 engine_args=more,
+                url=url,
                 say=record.line,
                 record=record,
             )
             record.line(ready.format(output_dir))
             return
+        if url:
+            raise EyasError("--url needs --engine vllm")
         if engine != "local":
             raise EyasError(f"--engine {engine}: local or vllm")
         if regenerate:
@@ -369,8 +375,14 @@ def bench(
     url_alone: Annotated[str | None, typer.Option(help="A server without it")] = None,
     engine_python: Annotated[str | None, typer.Option(help="A Python that has vLLM; default: this one")] = None,
     engine_args: Annotated[str, typer.Option(help='More of vLLM\'s arguments, as {"tensor_parallel_size": 8}')] = "{}",
+    speculative_args: Annotated[
+        str, typer.Option(help='More of vLLM\'s speculative_config, as {"draft_sample_method": "probabilistic"}')
+    ] = "{}",
     explain: Annotated[
         bool, typer.Option("--explain", help="Show that outputs differ at near-ties only (loads the verifier twice)")
+    ] = False,
+    agree: Annotated[
+        bool, typer.Option("--agree", help="Hold the engine's accept lengths against eyas's own: within 3 %")
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes; default bench.json in the run")] = None,
     trust_remote_code: TrustOption = False,
@@ -394,7 +406,9 @@ def bench(
             url_alone=url_alone,
             engine_python=engine_python,
             engine_args=json_object("--engine-args", engine_args),
+            speculative=json_object("--speculative-args", speculative_args),
             explain=explain,
+            agree=agree,
             trust_remote_code=trust_remote_code,
         )
         run(checkpoint, options, output, say)

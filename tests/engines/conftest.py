@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,21 @@ def engine_python() -> str:
 def eyas_there(engine_python: str) -> Callable[..., subprocess.Popen[str]]:
     """Start a program in the engine's Python with eyas importable; its output goes to `log`."""
 
-    from eyas.evaluate.engines import engine_environment
+    from eyas.evaluate.hosted import engine_environment
 
-    def start(arguments: list[str], log: Path) -> subprocess.Popen[str]:
+    def start(arguments: list[str], log: Path, new_session: bool = False) -> subprocess.Popen[str]:
         env = engine_environment(engine_python) | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
         command = [engine_python, *arguments]
         with log.open("w") as file:
-            return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, text=True)
+            return subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                text=True,
+                start_new_session=new_session,
+            )
 
     return start
 
@@ -139,8 +147,13 @@ def prompts(verifier: Any, held_out: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def served(verifier: Any, drafter_dir: Path, prompts: list[list[int]], engine_python: str, note: Note) -> Engines:
-    return Engines(verifier, drafter_dir, prompts, engine_python, note)
+def served(
+    verifier: Any, drafter_dir: Path, prompts: list[list[int]], engine_python: str, note: Note
+) -> Iterator[Engines]:
+    from eyas.evaluate.hosted import Host
+
+    with Host(engine_python) as host:
+        yield Engines(host, verifier, drafter_dir, prompts, engine_python, note)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from enginelab import CONVERSATIONS, MAX_TOKENS, ROOT, TRAINED, Note, write_prepared
+from enginelab import CONVERSATIONS, MAX_TOKENS, ROOT, TRAINED, Note
 
 CAPTURE = """
 import json, sys
@@ -71,6 +75,7 @@ def relative_error(a: Any, b: Any) -> float:
 def compare(store: Path, verifier: Any, work: Path) -> tuple[float, float, int]:
     """(error of the auxiliary states, of the last one after the norm, rows) against capture in this process."""
     from eyas.capture.local import capture
+    from eyas.evaluate.agreement import write_prepared
     from eyas.store.reader import StoreSource
 
     there = StoreSource(store)
@@ -172,3 +177,65 @@ def test_a_kill_loses_nothing_and_the_rerun_completes(
     note(f"killed after {len(before.ids)} of {len(lines)} samples, completed; within {aux:.2%} and {last:.2%}")
     assert aux < 0.01
     assert last < 0.05
+
+
+def test_a_server_that_somebody_started_writes_the_store(
+    eyas_there: Callable[..., Any], engine_python: str, verifier: Any, held_out: Path, tmp_path: Path, note: Note
+) -> None:
+    """eyas says how to start it; then the client, which has no vLLM, asks over HTTP and finds the states."""
+    from eyas.capture.vllm import Answers, capture
+    from eyas.errors import EyasError
+    from eyas.prepare import prepare
+    from eyas.store.reader import StoreSource
+
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(line + "\n" for line in held_out.read_text().splitlines()[:8]))
+    prepare(verifier, [few], tmp_path / "prepared", max_seq_len=512, show=0)
+    store, url = tmp_path / "store", f"http://127.0.0.1:{free_port()}/v1"
+    how: dict[str, Any] = {"dtype": "bf16", "answers": Answers(16), "in_flight": 8, "url": url}
+    with pytest.raises(EyasError, match="is the server up") as raised:
+        capture(verifier, tmp_path / "prepared", store, **how)
+    said, _, command = str(raised.value).partition("\n")
+    assert said.endswith("run this command again:")
+    program, *arguments = shlex.split(command)
+    assert program == "vllm"
+    arguments += ["--port", url.rpartition(":")[2].removesuffix("/v1"), "--host", "127.0.0.1"]
+    server = eyas_there(
+        [str(Path(engine_python).with_name("vllm")), *arguments], tmp_path / "log.txt", new_session=True
+    )
+    started = time.monotonic()
+    try:
+        while server.poll() is None and not answers_at(url) and time.monotonic() - started < 300:
+            time.sleep(0.5)
+        assert server.poll() is None, (tmp_path / "log.txt").read_text()[-4000:]
+        took = time.monotonic() - started
+        made = capture(verifier, tmp_path / "prepared", store, **how)
+        again = capture(verifier, tmp_path / "prepared", store, **how)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+    source = StoreSource(store, verifier.config, verifier.fingerprint)
+    assert made["samples"] == len(source.ids) == 8
+    assert again["captured_samples"] == 0
+    aux, last, rows = compare(store, verifier, tmp_path)
+    note(f"a server ({took:.0f} s to start) wrote {rows} rows, within {aux:.2%} and {last:.2%}")
+    assert aux < 0.01
+    assert last < 0.05
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def answers_at(url: str) -> bool:
+    """Whether a server is up."""
+    from eyas.api import Api
+    from eyas.errors import EyasError
+
+    try:
+        return bool(Api(url).model)
+    except EyasError:
+        return False

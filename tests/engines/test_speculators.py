@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,20 @@ def question(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Path, Te
     return folder / "input.safetensors", ids, states
 
 
+def training_data(source: Any, vocab: Any, samples: Iterable[int], file: Path) -> None:
+    """Samples of a store, and the draft vocabulary, as speculators_run.py trains on them."""
+    data = {"d2t": torch.from_numpy(vocab.d2t), "t2d": torch.from_numpy(vocab.t2d)}
+    for n, i in enumerate(samples):
+        (ids, mask), states = source.tokens(i), source.states(i)  # [4, T, Ht]
+        data |= {
+            f"ids_{n}": torch.from_numpy(ids.astype(np.int64)),
+            f"states_{n}": torch.cat(list(states[:3]), dim=-1),
+            f"last_{n}": states[3].clone(),
+            f"mask_{n}": torch.from_numpy(mask.copy()),
+        }
+    save_file(data, file)
+
+
 def apart(theirs: Tensor, ours: Tensor) -> float:
     """The relative distance of two sets of logits."""
     return float((theirs[: len(ours)] - ours).norm() / ours.norm())
@@ -123,25 +138,27 @@ def test_another_norm_flag_is_another_function(checkpoint: Path, tiny_verifier: 
     assert apart(load_file(tmp_path / "output.safetensors")["logits_0"], ours[0]) > 0.05
 
 
-def test_a_drafter_that_speculators_trained_is_checked_imported_and_says_the_same(
+def test_a_drafter_that_speculators_trained_on_our_store_is_checked_imported_and_evaluated(
     tiny_verifier: Path, tmp_path: Path
 ) -> None:
+    from eyas.capture.local import capture
     from eyas.check.run import check
+    from eyas.evaluate.agreement import write_prepared
+    from eyas.evaluate.run import EvalOptions, evaluate_checkpoint
     from eyas.importing import import_drafter
+    from eyas.store.reader import StoreSource
+    from eyas.verifier import Verifier
     from eyas.vocab import choose
 
-    vocab = choose(np.random.default_rng(0).integers(1, 1000, 400), VD)
-    data = {"d2t": torch.from_numpy(vocab.d2t), "t2d": torch.from_numpy(vocab.t2d)}
-    g = torch.Generator().manual_seed(3)
-    for i in range(4):
-        data |= {
-            f"ids_{i}": torch.randint(0, 400, (T,), generator=g),
-            f"states_{i}": torch.randn(T, 3 * 64, generator=g),
-            f"last_{i}": torch.randn(T, 64, generator=g),
-            f"mask_{i}": torch.arange(T) >= 5,
-        }
-    save_file(data, tmp_path / "data.safetensors")
+    rng = np.random.default_rng(3)
+    verifier = Verifier(tiny_verifier)
+    samples = [(rng.integers(3, 400, T).astype(np.int32), 5) for _ in range(12)]
+    write_prepared(tmp_path / "prepared", verifier, samples)
+    capture(verifier, tmp_path / "prepared", tmp_path / "store", dtype="fp32")
+    vocab = choose(rng.integers(1, 1000, 400), VD)
+    training_data(StoreSource(tmp_path / "store"), vocab, range(8), tmp_path / "data.safetensors")
     speculators("train", tiny_verifier, tmp_path / "data.safetensors", tmp_path / "theirs", 8)
+
     lines: list[str] = []
     code = check(tmp_path / "theirs", verifier_path=str(tiny_verifier), as_json=True, say=lines.append)
     found = json.loads("\n".join(lines))
@@ -154,3 +171,8 @@ def test_a_drafter_that_speculators_trained_is_checked_imported_and_says_the_sam
     theirs = load_file(tmp_path / "output.safetensors")
     for k, logits in enumerate(by_eyas(tmp_path / "ours", tiny_verifier, ids, states)):
         assert apart(theirs[f"logits_{k}"], logits) < 1e-5
+
+    options = EvalOptions(str(tiny_verifier), tmp_path / "store", val_ratio=0.3, max_new_tokens=12, dtype="fp32")
+    figures = evaluate_checkpoint(tmp_path / "ours", options, tmp_path / "eval.json")
+    assert figures["val"]["samples"] == 4
+    assert figures["decode"]["lossless"] and figures["decode"]["accept_length"] >= 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from enginelab import DRAFT_TOKENS, MAX_TOKENS, USUAL, Engines, Note, write_prepared
+from enginelab import DRAFT_TOKENS, MAX_TOKENS, TEMPERATURE, USUAL, Engines, Note
 
 # vLLM's loaders complain about weights in several wordings and go on.
 WEIGHT_COMPLAINT = re.compile(
@@ -26,61 +26,11 @@ def accept_length(run: dict[str, Any]) -> float:
 
 
 @pytest.fixture(scope="session")
-def decoded(verifier: Any, drafter_dir: Path, prompts: list[list[int]]) -> dict[int, Any]:
-    """eyas's own decoding of the same prompts, by the number of drafts, in float32."""
-    import torch
-
+def drafter(verifier: Any, drafter_dir: Path) -> tuple[Any, Any]:
+    """The exported drafter as eyas loads it, and its vocabulary."""
     from eyas.drafter.checkpoint import load_checkpoint
-    from eyas.evaluate.run import EvalOptions, decoder
 
-    drafter, vocabulary = load_checkpoint(drafter_dir, verifier.config, verifier.embedding())
-    model = verifier.load_model(torch.float32)
-    layers = verifier.config.capture_layers()
-    found = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the products are small: on a busy machine two threads wait for each other at every one
-    for k in DRAFT_TOKENS:
-        options = EvalOptions(draft_tokens=k, max_new_tokens=MAX_TOKENS, dtype="fp32")
-        run = decoder(model, drafter.eval(), vocabulary, verifier, layers, options, torch.float32)
-        found[k] = run(prompts, True)
-    torch.set_num_threads(threads)
-    return found
-
-
-@pytest.fixture(scope="session")
-def simulated(
-    verifier: Any,
-    drafter_dir: Path,
-    prompts: list[list[int]],
-    served: Engines,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[int, float]:
-    """eyas's accept length without decoding: from the states of what the engine wrote alone, captured here."""
-    import numpy as np
-    import torch
-
-    from eyas.capture.local import capture
-    from eyas.drafter.checkpoint import load_checkpoint
-    from eyas.evaluate.run import offline
-    from eyas.record.record import Record
-    from eyas.store.reader import open_source
-
-    work = tmp_path_factory.mktemp("simulated")
-    answers = served(0)["greedy"]["tokens"]
-    samples = [(np.array(p + a, np.int32), len(p)) for p, a in zip(prompts, answers, strict=True)]
-    write_prepared(work / "prepared", verifier, samples)
-    capture(verifier, work / "prepared", work / "store", dtype="fp32")
-    source = open_source(work / "store", verifier.config, verifier.fingerprint)
-    drafter, vocabulary = load_checkpoint(drafter_dir, verifier.config, verifier.embedding())
-    everything, longest = list(range(len(source.ids))), int(source.lengths.max())
-    found = {}
-    for k in DRAFT_TOKENS:
-        figures = offline(
-            drafter.eval(), vocabulary, verifier, source, everything, longest, k, torch.float32, Record(None)
-        )
-        assert figures is not None
-        found[k] = figures.accept_length_greedy
-    return found
+    return load_checkpoint(drafter_dir, verifier.config, verifier.embedding())
 
 
 def test_vllm_loads_the_export_as_it_is(served: Engines, drafter_dir: Path) -> None:
@@ -94,11 +44,12 @@ def test_vllm_loads_the_export_as_it_is(served: Engines, drafter_dir: Path) -> N
 
 
 def test_greedy_output_is_the_verifiers_own(served: Engines, figures: dict[str, Any]) -> None:
+    """In float32, token for token, for every prompt at every number of drafts."""
     alone = served(0)["greedy"]["tokens"]
     assert all(alone)
     different = {(k, i) for k in DRAFT_TOKENS for i, t in enumerate(served(k)["greedy"]["tokens"]) if t != alone[i]}
-    figures["identical_fp32"] = len(DRAFT_TOKENS) * len(alone) - len(different)
-    figures["of"] = len(DRAFT_TOKENS) * len(alone)
+    figures["identical_fp32"] = len(alone) - len({i for _, i in different})
+    figures["of"] = len(alone)
     assert not different, f"(drafts, prompt) {sorted(different)} came out differently with the drafter"
 
 
@@ -117,9 +68,23 @@ def test_bfloat16_differs_at_near_ties_only(
 
 
 def test_vllm_accepts_as_often_as_eyas_decodes_and_simulates(
-    served: Engines, decoded: dict[int, Any], simulated: dict[int, float], figures: dict[str, Any], note: Note
+    served: Engines,
+    verifier: Any,
+    drafter: tuple[Any, Any],
+    prompts: list[list[int]],
+    tmp_path: Path,
+    figures: dict[str, Any],
+    note: Note,
 ) -> None:
+    """Greedy, in float32: the engine's counters, eyas' own decoding, and eyas without decoding."""
+    from eyas.evaluate import agreement
+
     engine = {k: accept_length(served(k)["greedy"]) for k in DRAFT_TOKENS}
+    layers = verifier.config.capture_layers()
+    decoded = agreement.decoded(verifier, *drafter, layers, prompts, DRAFT_TOKENS, MAX_TOKENS, len(prompts), note)
+    answers = served(0)["greedy"]["tokens"]
+    source = agreement.text_store(verifier, prompts, answers, tmp_path / "text", "fp32", print)
+    simulated = {k: agreement.simulated(*drafter, verifier, source, k) for k in DRAFT_TOKENS}
     figures["accept_length_engine"] = list(engine.values())
     figures["accept_length_eval"] = [decoded[k].accept_length for k in DRAFT_TOKENS]
     figures["accept_length_simulated"] = list(simulated.values())
@@ -130,6 +95,28 @@ def test_vllm_accepts_as_often_as_eyas_decodes_and_simulates(
         )
     assert {k: decoded[k].accept_length for k in DRAFT_TOKENS} == pytest.approx(engine, rel=0.03)
     assert simulated == pytest.approx(engine, rel=0.03)
+
+
+def test_sampled_drafts_are_accepted_where_they_are_what_was_drawn(
+    served: Engines,
+    verifier: Any,
+    drafter: tuple[Any, Any],
+    prompts: list[list[int]],
+    tmp_path: Path,
+    figures: dict[str, Any],
+    note: Note,
+) -> None:
+    """At temperature 1 too the engine's counters are those of its text."""
+    from eyas.evaluate import agreement
+
+    run = served(USUAL)["sampled"]
+    engine = accept_length(run)
+    source = agreement.text_store(verifier, prompts, run["tokens"], tmp_path / "text", "fp32", print)
+    counted = agreement.on_text(*drafter, source, USUAL)
+    figures["accept_length_sampled"], figures["accept_length_sampled_on_text"] = engine, counted
+    note(f"temperature {TEMPERATURE}: accept length {engine:.3f} by vLLM, {counted:.3f} counted on its text by eyas")
+    assert counted == pytest.approx(engine, rel=0.03)
+    assert engine > 1.05, "a sampler that lost its temperature accepts next to nothing"
 
 
 def test_drafts_are_accepted_at_every_position_and_save_rounds(

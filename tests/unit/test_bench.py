@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from eyas.errors import EyasError
-from eyas.evaluate.engines import drafts_of, figures, table
+from eyas.evaluate.engine_figures import by_task, figures, table
+from eyas.evaluate.engines import drafts_of, task_of
 from eyas.evaluate.served import Server, read_metrics
 
 VLLM = """\
@@ -55,6 +56,15 @@ def test_figures_count_the_verifiers_own_token_and_the_kept_drafts() -> None:
     assert found["per_position"] == [0.8, 0.4]
     assert found["tokens_per_s"] == 2.0
     assert found["ms_per_token"] == 500
+
+
+def test_tasks_are_named_by_ids_and_counted_by_verifications() -> None:
+    assert [task_of(name) for name in ("math-101", "file.jsonl:7", "a1b2", "42")] == ["math", "file.jsonl", "", ""]
+    # Behind each first token: 6 tokens in 3 verifications of math, 2 in 2 of code.
+    run = {"tokens": [[1] * 4, [1] * 4, [1] * 3], "rounds": [1, 2, 2]}
+    found = by_task(run, ["math", "math", "code"])
+    assert found == {"code": {"prompts": 1, "accept_length": 1.0}, "math": {"prompts": 2, "accept_length": 2.0}}
+    assert by_task(run, ["math"] * 3) == {}, "one task is no table"
 
 
 class Engine(BaseHTTPRequestHandler):

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from eyas.capture import vllm_served
 from eyas.capture.common import (
     Progress,
     capture_layers,
@@ -96,6 +97,7 @@ def capture(
     answers: Answers | None = None,
     in_flight: int = 64,
     engine_args: dict[str, Any] | None = None,
+    url: str | None = None,
     say: Callable[[str], None] = print,
     record: Record | None = None,
 ) -> dict[str, Any]:
@@ -104,17 +106,20 @@ def capture(
     layers: HF indices of the auxiliary states, ascending; default (2, n // 2, n - 3).
     answers: answer anew in the same pass; None captures the samples as they are.
     in_flight: sequences in the engine at a time. engine_args: more arguments of vLLM's engine, by their Python names.
+    url: a server with our connector (`vllm_served.py`), in place of an engine in this process.
     Returns {path, samples, tokens, captured_samples, captured_tokens, seconds, tokens_per_second, bytes, agreement}.
     Raises EyasError when vLLM is not installed or stops, and as `local.capture` does.
     """
-    check_vllm()
+    if url is None:
+        check_vllm()
     prepared = read_prepared(Path(prepared_dir))
     output = Path(output_dir)
     check_prepared(prepared, Path(prepared_dir), verifier)
     check_output(output, Path(prepared_dir))
     number_type = compute_dtype(dtype, "cuda" if torch.cuda.is_available() else "cpu")
+    extractor = _extractor(number_type) if url is None else f"vllm server, {str(number_type).removeprefix('torch.')}"
     manifest = manifest_of(
-        verifier, prepared, capture_layers(verifier, layers), _extractor(number_type), repr(answers) if answers else ""
+        verifier, prepared, capture_layers(verifier, layers), extractor, repr(answers) if answers else ""
     )
     done = done_ids(output, manifest)
     every = [_conversation(prepared, i, answers is not None) for i in range(len(prepared.ids))]
@@ -143,17 +148,19 @@ def capture(
         kept = {c.name for c in checked}
         record.open()
         record.enter(STARTING)
-        say(f"capture: starting vLLM on {verifier.config.name} ({str(number_type).removeprefix('torch.')})")
-        with _engine(verifier, manifest, output, number_type, longest, in_flight, engine_args or {}) as engine:
+        with _started(url, verifier, manifest, output, number_type, longest, in_flight, engine_args, say) as engine:
             progress.start()
             record.begin(progress.all_samples, progress.samples, done=progress.share)
             record.enter(SERVING)
-            for conversation in _serve(engine, todo, answers, in_flight, record):
+            sampling = _sampling if url is None else _fields
+            for conversation in _serve(engine, todo, answers, in_flight, record, sampling):
                 progress.add(1, len(conversation.tokens))
                 record.count(progress.samples, progress.tokens, progress.share)
                 if conversation.name not in kept:
                     conversation.tokens = []  # the store has them
             record.enter("saving")
+        if url is not None:
+            vllm_served.await_store(output, verifier, {c.name for c in todo}, say)
         record.enter("validating")
         source = StoreSource(output, verifier.config, verifier.fingerprint)
         there = set(source.ids)
@@ -236,6 +243,30 @@ def _longest(c: Conversation, answers: Answers | None) -> int:
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
+def _started(
+    url: str | None,
+    verifier: Verifier,
+    manifest: Manifest,
+    output: Path,
+    dtype: torch.dtype,
+    longest: int,
+    in_flight: int,
+    more: dict[str, Any] | None,
+    say: Callable[[str], None],
+) -> Any:
+    """An engine in this process, or the server at `url`; a context. EyasError says how to start a missing server."""
+    name = str(dtype).removeprefix("torch.")
+    if url is None:
+        say(f"capture: starting vLLM on {verifier.config.name} ({name})")
+        return _engine(verifier, manifest, output, dtype, longest, in_flight, more or {})
+    try:
+        return vllm_served.ServedEngine(url, os.environ.get("OPENAI_API_KEY", ""), in_flight)
+    except EyasError as error:
+        longest = min(longest, verifier.config.max_position_embeddings)
+        command = vllm_served.serve_command(verifier, manifest, output, name, longest, in_flight)
+        raise EyasError(f"{error} Start it, where eyas is installed, and run this command again:\n{command}") from None
+
+
 class _engine:
     """vLLM in this process, as a context; leaving it closes the store."""
 
@@ -295,13 +326,20 @@ class _engine:
 
 
 def _serve(
-    engine: Any, todo: list[Conversation], answers: Answers | None, in_flight: int, record: Record
+    engine: Any,
+    todo: list[Conversation],
+    answers: Answers | None,
+    in_flight: int,
+    record: Record,
+    sampling: Callable[[Conversation, Answers | None], Any] | None = None,
 ) -> Iterator[Conversation]:
     """Ask for every conversation, turn by turn; yields those that are stored or on their way to the disk.
 
-    Each step of the engine counts as progress: a token for each request that runs.
+    Each step of the engine counts as progress: a token for each request that runs. sampling: what goes with a request,
+    in the engine's form.
     """
     made = 0
+    sampling = sampling or _sampling
     waiting, running = iter(todo), dict[str, Conversation]()
     number = 0
 
@@ -310,7 +348,7 @@ def _serve(
         number += 1
         running[str(number)] = c
         c.tokens = c.tokens + c.pieces[c.turn].tolist()
-        engine.add_request(str(number), {"prompt_token_ids": c.tokens}, _sampling(c, answers))
+        engine.add_request(str(number), {"prompt_token_ids": c.tokens}, sampling(c, answers))
 
     while True:
         while len(running) < 2 * in_flight and (c := next(waiting, None)) is not None:
@@ -355,9 +393,20 @@ def _drain(engine: Any) -> None:
 
 
 def _sampling(c: Conversation, answers: Answers | None) -> Any:
-    """Sampling of the next request of a conversation, and what the connector is to do with it."""
+    """vLLM's parameters of the next request of a conversation, and what the connector is to do with it."""
     from vllm import SamplingParams
 
+    how, stored = _next(c, answers)
+    return SamplingParams(**how, detokenize=False, extra_args={"kv_transfer_params": stored})
+
+
+def _fields(c: Conversation, answers: Answers | None) -> dict[str, Any]:
+    """The same for a server."""
+    return vllm_served.request_fields(*_next(c, answers))
+
+
+def _next(c: Conversation, answers: Answers | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How the next request of a conversation is sampled, and its kv_transfer_params."""
     last = c.turn == len(c.pieces) - 1
     stored = request_params(c.name, c.tokens, c.trained, answers is not None) if last else {}
     how: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}
@@ -367,7 +416,7 @@ def _sampling(c: Conversation, answers: Answers | None) -> Any:
         how = {"temperature": answers.temperature, "max_tokens": answers.max_new_tokens}
         if answers.temperature:
             how |= {"top_p": answers.top_p, "seed": seed}
-    return SamplingParams(**how, detokenize=False, extra_args={"kv_transfer_params": stored})
+    return how, stored
 
 
 # -- the proof ---------------------------------------------------------------------------------------------------------

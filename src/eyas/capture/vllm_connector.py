@@ -90,6 +90,9 @@ class StoreConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             raise ValueError(
                 f"the engine extracts layers {list(asked)}, {self.store} is of {list(self.manifest.layers)}"
             )
+        dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        if self.manifest.extractor.split()[-1] != dtype:
+            raise ValueError(f"the engine computes in {dtype}, {self.store} is of {self.manifest.extractor}")
         if vllm_config.cache_config.enable_prefix_caching:
             raise ValueError("states of a cached prefix are another request's: start with --no-enable-prefix-caching")
         if vllm_config.parallel_config.pipeline_parallel_size > 1:

@@ -3,8 +3,6 @@
 Prompts go as token ids, answers come streamed, so that the time of the first token is told from the time of the others.
 What a server counts of its drafts is read at its /metrics before and after: vLLM's counters by position; SGLang's mean
 accept length (`--enable-metrics`). A server that shows neither is timed only.
-
-Standard library only. Raises EyasError with the server's own words.
 """
 
 from __future__ import annotations
@@ -12,32 +10,18 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from eyas.errors import EyasError
+from eyas.api import Api
 
 SAY_SECONDS = 5.0
-TIMEOUT = 600.0  # of one answer
 SAMPLE = re.compile(r"^([\w:]+)(\{[^}]*\})?\s+(\S+)")
 
 
-class Server:
-    """An OpenAI-compatible server. url: with or without /v1, as http://host:8000/v1."""
-
-    def __init__(self, url: str, api_key: str = "") -> None:
-        self.root = url.rstrip("/").removesuffix("/v1")
-        self.headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        )
-        models = self._json("/v1/models")
-        try:
-            self.model = str(models["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise EyasError(f"{self.root}/v1/models names no model: is this an OpenAI-compatible server?") from None
+class Server(Api):
+    """A server that counts."""
 
     def generate(self, run: dict[str, Any], streams: int, say: Callable[[str], None]) -> dict[str, Any]:
         """One run (as `vllm_job` takes it) with `streams` requests at a time; returns what `vllm_job` does.
@@ -71,7 +55,7 @@ class Server:
     def counters(self) -> dict[str, Any]:
         """What the server counts of its drafts; zero and empty where it does not say."""
         try:
-            with urllib.request.urlopen(self._request("/metrics"), timeout=30) as reply:
+            with self.open("/metrics", timeout=30) as reply:
                 text = reply.read().decode(errors="replace")
         except (OSError, ValueError):
             text = ""
@@ -90,7 +74,7 @@ class Server:
         }
         text, count, first, last = "", 0, 0.0, 0.0
         try:
-            with urllib.request.urlopen(self._request("/v1/completions", body), timeout=TIMEOUT) as reply:
+            with self.open("/v1/completions", body) as reply:
                 for line in reply:
                     if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
                         continue
@@ -100,25 +84,9 @@ class Server:
                         first = first or last
                         text += said
                     count = ((part.get("usage") or {}).get("completion_tokens")) or count
-        except urllib.error.HTTPError as error:
-            said = error.read(300).decode(errors="replace")
-            raise EyasError(f"{self.root} refused a prompt ({error.code}): {' '.join(said.split())}") from None
         except (OSError, ValueError) as error:
-            raise EyasError(f"{self.root} gave no answer: {error}") from None
+            raise self.refused(error) from None
         return text, count, last - first
-
-    def _json(self, path: str) -> Any:
-        try:
-            with urllib.request.urlopen(self._request(path), timeout=30) as reply:
-                return json.load(reply)
-        except (OSError, ValueError) as error:
-            raise EyasError(f"{self.root}{path} gives no answer ({error}): is the server up?") from None
-
-    def _request(self, path: str, body: dict[str, Any] | None = None) -> urllib.request.Request:
-        if not self.root.startswith(("http://", "https://")):
-            raise EyasError(f"{self.root} is no URL: give it as http://host:8000/v1")
-        data = None if body is None else json.dumps(body).encode()
-        return urllib.request.Request(self.root + path, data=data, headers=self.headers)
 
 
 def read_metrics(text: str) -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""One vLLM engine, one job: a program for a Python that has vLLM, and needs nothing of eyas there.
+"""vLLM engines, one after the other: a program for a Python that has vLLM, and needs nothing of eyas there.
 
-    python vllm_job.py JOB RESULT       (two JSON files)
+    python vllm_job.py       (each line of standard input: [JOB, RESULT], the paths of two JSON files)
+
+vLLM is imported once, which is half of an engine's start on a CPU; every job then runs in a forked child, so that one
+engine leaves nothing behind for the next. `@end CODE` on standard output ends a job.
 
 JOB: verifier (folder), drafter (folder or null), draft_tokens, dtype, streams (sequences at a time), max_model_len,
-engine_args (more of the engine's arguments), runs: a list of {name, prompts (token ids), max_tokens, temperature,
-alone (one prompt after the other)}.
-RESULT: version, load_seconds, runs: name -> {tokens (new ids per prompt), seconds, per_token (mean seconds between two
-tokens of a prompt), drafts (verifications with a draft), drafted (tokens), accepted (kept drafts by position)}.
+engine_args (more of the engine's arguments), speculative (more of its speculative_config), runs: a list of {name,
+prompts (token ids), max_tokens, temperature, alone (one prompt after the other)}.
+RESULT: version, mended (whether `mend` had to), load_seconds, runs: name -> {tokens (new ids per prompt), rounds
+(verifications per prompt), seconds, per_token (mean seconds between two tokens of a prompt), drafts (verifications with
+a draft), drafted (tokens), accepted (kept drafts by position)}.
 
 Lines that begin with `@eyas ` on standard output are for people; everything else is vLLM's log. The counters are the
 engine's own (`vllm:spec_decode_*`), as its /metrics has them. Eager on a CPU: what is compared token for token must not
@@ -19,6 +23,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +45,17 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     import vllm
 
     started = time.perf_counter()
-    speculative = {"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": job["draft_tokens"]}
+    cpu = not torch.cuda.is_available()
+    speculative = {
+        "method": "eagle3",
+        "model": job["drafter"],
+        "num_speculative_tokens": job["draft_tokens"],
+        **job.get("speculative", {}),
+    }
     settings = {
         "model": job["verifier"],
         "dtype": job["dtype"],
-        "enforce_eager": not torch.cuda.is_available(),
+        "enforce_eager": cpu,
         "max_model_len": job["max_model_len"],
         "max_num_seqs": job["streams"],
         "seed": 0,
@@ -54,6 +65,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         **job.get("engine_args", {}),
     }
     llm = vllm.LLM(**settings)
+    mended = cpu and bool(job["drafter"]) and mend()
     loaded = time.perf_counter() - started
     warm = {
         "name": "warm-up",
@@ -65,9 +77,38 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     generate(llm, warm)
     return {
         "version": vllm.__version__,
+        "mended": mended,
         "load_seconds": loaded,
         "runs": {run["name"]: generate(llm, run) for run in job["runs"]},
     }
+
+
+def mend() -> bool:
+    """Repair how vLLM's build for CPUs hands temperature, top-p and top-k to drafted positions; whether it had to.
+
+    `expand_batch_to_tokens` of the rejection sampler spreads a request's setting over its drafts. Without Triton it
+    ends in `cpu_triton_utils._expand_kernel_impl`, which writes into an int64 copy of the result and drops the copy:
+    for the float32 temperature and top-p, and the int32 top-k, the sampler reads memory that nobody wrote. Seen in
+    vLLM 0.32; greedy decoding is not concerned. To be called when the engine's worker is there: it chooses the kernels.
+    """
+    try:
+        import torch
+        from vllm.v1.sample import rejection_sampler
+
+        spread = rejection_sampler.expand_batch_to_tokens
+        asked, counts = torch.tensor([0.5, 2.0]), torch.tensor([2, 3], dtype=torch.int32)
+        if spread(asked, counts, 3).tolist() == [0.5, 0.5, 2.0]:
+            return False
+    except (ImportError, AttributeError, TypeError):
+        return False  # another release, whose sampler is built otherwise
+
+    def spread_right(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        x = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+        first = torch.cat([cu_num_tokens.new_zeros(1), cu_num_tokens[:-1]])
+        return x.repeat_interleave((cu_num_tokens - first).long(), output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = spread_right
+    return True
 
 
 def generate(llm: Any, run: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +118,7 @@ def generate(llm: Any, run: dict[str, Any]) -> dict[str, Any]:
     before = counters(llm)
     engine, done, said = llm.llm_engine, {}, time.monotonic()
     prompts = run["prompts"]
+    rounds = [-1] * len(prompts)  # the pass over the prompt gives a token and verifies nothing
     started = time.perf_counter()
     waiting = list(range(len(prompts)))
     while waiting or engine.has_unfinished_requests():
@@ -90,8 +132,10 @@ def generate(llm: Any, run: dict[str, Any]) -> dict[str, Any]:
             )
             engine.add_request(f"{run['name']}-{i}", {"prompt_token_ids": prompts[i]}, how)
         for output in engine.step():
+            i = int(output.request_id.rpartition("-")[2])
+            rounds[i] += 1
             if output.finished:
-                done[int(output.request_id.rpartition("-")[2])] = output
+                done[i] = output
         if time.monotonic() - said > SAY_SECONDS:
             said = time.monotonic()
             say(f"{run['name']}: {len(done)}/{len(prompts)} prompts")
@@ -103,6 +147,7 @@ def generate(llm: Any, run: dict[str, Any]) -> dict[str, Any]:
     ]
     return {
         "tokens": tokens,
+        "rounds": rounds,
         "seconds": seconds,
         "per_token": sum(g for g, _ in gaps) / max(1, sum(n for _, n in gaps)),
         "drafts": after["drafts"] - before["drafts"],
@@ -122,7 +167,27 @@ def counters(llm: Any) -> dict[str, Any]:
     }
 
 
+def main() -> None:
+    """Do the jobs of standard input; a child that is forked for one returns from here and ends."""
+    import vllm  # noqa: F401  # what follows is imported by name: vLLM itself is lazy
+    from vllm import LLM  # noqa: F401
+    from vllm.v1.engine import llm_engine  # noqa: F401
+
+    print("@ready", flush=True)
+    for line in sys.stdin:
+        job_file, result_file = json.loads(line)
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            try:
+                Path(result_file).write_text(json.dumps(serve(json.loads(Path(job_file).read_text()))))
+            except Exception:  # its last line is what the user is told
+                traceback.print_exc()
+                sys.exit(1)
+            return
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(f"@end {code}", flush=True)
+
+
 if __name__ == "__main__":  # vLLM may start processes that import this file again
-    _, job_file, result_file = sys.argv
-    result = serve(json.loads(Path(job_file).read_text()))
-    Path(result_file).write_text(json.dumps(result))
+    main()
