@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from eyas.check.run import check
 from eyas.errors import EyasError
 from eyas.evaluate.engine_figures import figures
-from eyas.evaluate.engines import BenchOptions, prompts_from, make_runs, run_vllm
+from eyas.evaluate.engines import BenchOptions, make_runs, prompts_from, run_vllm
 from eyas.evaluate.hosted import Host
 from eyas.evaluate.run import spread
 from eyas.verifier import Verifier

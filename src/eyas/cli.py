@@ -369,7 +369,7 @@ def bench(
     sweep: Annotated[str | None, typer.Option(help="Several of them, as 1..7 or 1,3,5; names the best")] = None,
     streams: Annotated[int, typer.Option(min=1, help="Sequences at a time")] = 16,
     singles: Annotated[int, typer.Option(min=1, help="Prompts of the one-stream run")] = 8,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the sampled run")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the sampled run; 0 leaves it out")] = 1.0,
     dtype: DtypeOption = "auto",
     url: Annotated[str | None, typer.Option(help="A server with the drafter, instead of starting vLLM")] = None,
     url_alone: Annotated[str | None, typer.Option(help="A server without it")] = None,

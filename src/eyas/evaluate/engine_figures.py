@@ -69,7 +69,7 @@ def table(r: dict[str, Any]) -> str:
             [
                 str(k) if k else "none",
                 *(
-                    f"{entry[n]['accept_length']:.3f}" if entry[n]["accept_length"] else "-"
+                    f"{entry[n]['accept_length']:.3f}" if n in entry and entry[n]["accept_length"] else "-"
                     for n in ("greedy", "sampled")
                 ),
                 f"{entry['one_stream']['tokens_per_s']:.1f}",

@@ -200,13 +200,14 @@ def drafts_of(sweep: str) -> tuple[int, ...]:
 
 
 def make_runs(prompts: list[list[int]], options: BenchOptions) -> list[dict[str, Any]]:
-    """The three runs of every configuration, as `vllm_job` takes them."""
+    """The runs of every configuration, as `vllm_job` takes them: without `sampled` where the temperature is 0."""
     every = {"max_tokens": options.max_new_tokens, "temperature": 0.0, "alone": False}
-    return [
+    runs = [
         {**every, "name": "greedy", "prompts": prompts},
         {**every, "name": "one_stream", "prompts": spread(prompts, options.singles), "alone": True},
         {**every, "name": "sampled", "prompts": prompts, "temperature": options.temperature},
     ]
+    return runs if options.temperature else runs[:2]
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def _result(
     options: BenchOptions,
 ) -> dict[str, Any]:
     count = len(prompts)
-    names = ("greedy", "one_stream", "sampled")
+    names = ("greedy", "one_stream", "sampled")[: 3 if options.temperature else 2]
     alone = {n: figures(measured[0][n]) for n in names} if 0 in measured else None
     drafted = []
     for k in options.draft_tokens:

@@ -56,9 +56,7 @@ class Host:
     def __enter__(self) -> Host:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def run(self, job: dict[str, Any], say: Say) -> dict[str, Any]:
