@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shlex
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -134,3 +139,73 @@ def test_the_store_of_one_engine_is_not_gone_on_with_by_another(tmp_path: Path) 
     ours.create(tmp_path)
     with pytest.raises(EyasError, match="extractor"):
         done_ids(tmp_path, Manifest(**{**ours.__dict__, "extractor": "eyas 1, vllm 0.32.0, bfloat16"}))
+
+
+class Served(BaseHTTPRequestHandler):
+    """A vLLM with the connector: answers 7 and 8 to everything."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        self._send({"data": [{"id": "m"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Served.asked.append(body)
+        wanted = body.get("kv_transfer_params")
+        self._send(
+            {
+                "choices": [{"token_ids": [7, 8], "finish_reason": "length"}],
+                "kv_transfer_params": {"eyas_stored": wanted["eyas"]["id"]} if wanted else None,
+            }
+        )
+
+    def _send(self, said: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(said).encode())
+
+    def log_message(self, *_args: Any) -> None:
+        pass
+
+
+def test_a_server_is_asked_turn_by_turn_and_for_nothing_that_it_could_choose_itself() -> None:
+    import eyas.capture.vllm as module
+    from eyas.capture.vllm_served import ServedEngine
+
+    Served.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Served)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    c = cut([0, 0, 1, 1, 0, 0, 1])
+    assert c is not None
+    answers = Answers(max_new_tokens=2, temperature=0.5, top_p=0.9)
+    try:
+        with ServedEngine(f"http://127.0.0.1:{server.server_port}/v1", "", 2) as engine:
+            (stored,) = module._serve(engine, [c], answers, 2, Record(None), module._fields)
+    finally:
+        server.shutdown()
+        server.server_close()
+    first, second = Served.asked
+    assert first["prompt"] == [100, 101] and "kv_transfer_params" not in first
+    assert second["prompt"] == [100, 101, 7, 8, 103, 104, 105]
+    assert second["kv_transfer_params"]["eyas"]["trained"] == [[2, 4]]
+    assert {"temperature": 0.5, "top_p": 0.9, "top_k": 0, "max_tokens": 2}.items() <= first.items()
+    assert first["seed"] != second["seed"]
+    assert stored.trained == [(2, 4), (7, 9)]
+
+
+def test_the_command_that_starts_a_server_names_store_and_layers(tiny_verifier: Path, tmp_path: Path) -> None:
+    from eyas.capture.vllm_served import serve_command
+    from eyas.store.layout import Manifest
+    from eyas.verifier import Verifier
+
+    manifest = Manifest("v", "f", 8, 8, 100, (2, 4, 5, 8), "before")
+    words = shlex.split(serve_command(Verifier(tiny_verifier), manifest, tmp_path / "a store", "bfloat16", 600, 8))
+    after = dict(pairwise(words))
+    assert json.loads(after["--kv-transfer-config"])["kv_connector_extra_config"] == {
+        "store": str(tmp_path / "a store")
+    }
+    layers = json.loads(after["--speculative-config"])["draft_model_config"]["hf_config"]
+    assert layers == {"eagle_aux_hidden_state_layer_ids": [2, 4, 5, 8]}
+    assert after["--model"] == str(tiny_verifier)
+    assert "--no-enable-prefix-caching" in words
