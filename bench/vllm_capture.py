@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 
-def prompts_of(verifier: Any, file: Path) -> list[list[int]]:
+def prompts_of(verifier: Any, file: Path, count: int) -> list[list[int]]:
     from eyas.chat import messages_of, prompt_ids
 
     lines = file.read_text().splitlines()
+    lines = lines[:: max(1, len(lines) // count)][:count]
     return [prompt_ids(verifier.tokenizer, messages_of(json.loads(line))[:1]) for line in lines]
 
 
@@ -84,12 +85,12 @@ def capturing(verifier: Any, prompts: list[list[int]], new_tokens: int) -> Any:
     return once
 
 
-def child(kind: str, verifier_dir: str, file: str, new_tokens: int) -> None:
+def child(kind: str, verifier_dir: str, file: str, count: int, new_tokens: int) -> None:
     """Generates once for every line on standard input and answers with the seconds."""
     from eyas.verifier import Verifier
 
     verifier = Verifier(verifier_dir)
-    once = (plain if kind == "plain" else capturing)(verifier, prompts_of(verifier, Path(file)), new_tokens)
+    once = (plain if kind == "plain" else capturing)(verifier, prompts_of(verifier, Path(file), count), new_tokens)
     print("@ready", flush=True)
     for line in sys.stdin:
         started = time.perf_counter()
@@ -109,21 +110,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verifier", required=True)
     parser.add_argument("--prompts", required=True)
+    parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", choices=("plain", "capture"))
     a = parser.parse_args()
     if a.child:
-        child(a.child, a.verifier, a.prompts, a.new_tokens)
+        child(a.child, a.verifier, a.prompts, a.count, a.new_tokens)
         return
     engines = {}
     for kind in ("plain", "capture"):
         command = [sys.executable, __file__, "--child", kind, "--verifier", a.verifier, "--prompts", a.prompts]
-        command += ["--new-tokens", str(a.new_tokens)]
+        command += ["--new-tokens", str(a.new_tokens), "--count", str(a.count)]
+        # The one that waits must not spin on the cores of the one that works: see `engine_environment`.
         engines[kind] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=engine_environment(sys.executable),
+        )  # fmt: skip
         answer(engines[kind])
     seconds: dict[str, list[float]] = {kind: [] for kind in engines}
     for turn in range(a.turns + 1):
@@ -148,5 +152,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     from eyas.capture import vllm as CAPTURE
+    from eyas.evaluate.hosted import engine_environment
 
     main()

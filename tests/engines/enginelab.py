@@ -55,7 +55,7 @@ class Engines:
             folder = (drafter or self.drafter) if draft_tokens else None
             started = time.perf_counter()
             found = run_vllm(self.host, self.verifier, folder, draft_tokens, runs, dtype, self.options, print)
-            self.served[key] = found["runs"] | {"log": found["log"], "mended": found["mended"]}
+            self.served[key] = found["runs"] | {"log": found["log"], "asked": {r["name"]: r["prompts"] for r in runs}}
             done = found["runs"]["greedy"]
             self.note(
                 f"vLLM {found['version']}, {draft_tokens} drafts, {dtype}: {sum(map(len, done['tokens']))} tokens in"

@@ -43,6 +43,23 @@ def test_vllm_loads_the_export_as_it_is(served: Engines, drafter_dir: Path) -> N
     assert not complaints, complaints
 
 
+def test_the_same_weights_in_speculators_form_serve_alone(
+    served: Engines, verifier: Any, drafter_dir: Path, tmp_path: Path, note: Note
+) -> None:
+    """`vllm serve FOLDER`, nothing else: verifier, method and number of drafts are the folder's own."""
+    from eyas.evaluate.engines import make_runs
+    from eyas.export import export
+
+    folder = export(drafter_dir, tmp_path / "theirs", form="speculators", verifier_path=str(verifier.path))
+    job = {"verifier": str(folder), "drafter": None, "draft_tokens": 0, "dtype": "float32", "max_model_len": 512}
+    job |= {"streams": len(served.prompts), "runs": make_runs(served.prompts, served.options)[:1]}
+    run, usual = served.host.run(job, print)["runs"]["greedy"], served(USUAL)["greedy"]
+    assert len(run["accepted"]) == USUAL
+    note(f"in speculators' form: accept length {accept_length(run):.3f}")
+    assert accept_length(run) == pytest.approx(accept_length(usual), rel=0.01)
+    assert run["tokens"] == served(0)["greedy"]["tokens"]
+
+
 def test_greedy_output_is_the_verifiers_own(served: Engines, figures: dict[str, Any]) -> None:
     """In float32, token for token, for every prompt at every number of drafts."""
     alone = served(0)["greedy"]["tokens"]
@@ -101,7 +118,6 @@ def test_sampled_drafts_are_accepted_where_they_are_what_was_drawn(
     served: Engines,
     verifier: Any,
     drafter: tuple[Any, Any],
-    prompts: list[list[int]],
     tmp_path: Path,
     figures: dict[str, Any],
     note: Note,
@@ -109,7 +125,7 @@ def test_sampled_drafts_are_accepted_where_they_are_what_was_drawn(
     """At temperature 1 too the engine's counters are those of its text."""
     from eyas.evaluate import agreement
 
-    run = served(USUAL)["sampled"]
+    run, prompts = served(USUAL)["sampled"], served(USUAL)["asked"]["sampled"]
     engine = accept_length(run)
     source = agreement.text_store(verifier, prompts, run["tokens"], tmp_path / "text", "fp32", print)
     counted = agreement.on_text(*drafter, source, USUAL)

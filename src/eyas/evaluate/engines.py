@@ -200,12 +200,16 @@ def drafts_of(sweep: str) -> tuple[int, ...]:
 
 
 def make_runs(prompts: list[list[int]], options: BenchOptions) -> list[dict[str, Any]]:
-    """The runs of every configuration, as `vllm_job` takes them: without `sampled` where the temperature is 0."""
+    """The runs of every configuration, as `vllm_job` takes them: without `sampled` where the temperature is 0.
+
+    Half of the prompts are sampled: enough for an accept length, and a sweep is to end in minutes.
+    """
+    sampled = spread(prompts, -(-len(prompts) // 2))
     every = {"max_tokens": options.max_new_tokens, "temperature": 0.0, "alone": False}
     runs = [
         {**every, "name": "greedy", "prompts": prompts},
         {**every, "name": "one_stream", "prompts": spread(prompts, options.singles), "alone": True},
-        {**every, "name": "sampled", "prompts": prompts, "temperature": options.temperature},
+        {**every, "name": "sampled", "prompts": sampled, "temperature": options.temperature},
     ]
     return runs if options.temperature else runs[:2]
 
