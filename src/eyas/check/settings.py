@@ -341,7 +341,7 @@ def _layer_unit(s: Subject, read: list[tuple[Loading, tuple[int, ...] | None]], 
         where = f"layer ids {list(top or inner)} stand {'at the top of config.json' if top else 'in eagle_config'} only"
     else:
         where = "no layer ids in config.json"
-    sees = f"{said}: with layers it was not trained on it accepts less, no warning"  # one off: a tenth of the drafts
+    sees = f"{said}: with layers it was not trained on it accepts less, no warning"  # one off: 1 in 15 drafts
     return Finding("layer-unit", not unsure and not agreed, where, sees, repair, todo)
 
 

@@ -120,7 +120,7 @@ def told(r: dict[str, Any]) -> list[str]:
                 f"{entry['draft_tokens']} drafts: {len(found)} outputs differ, "
                 + (f"{unexplained} of them at no near-tie" if unexplained else "each first at a near-tie")
             )
-    if r.get("mended"):
+    if r.get("mended") and r["temperature"]:
         lines.append(
             "sampled: this vLLM loses the temperature of drafted positions on a CPU; mended for this measurement"
             " (docs/engines.md)"
