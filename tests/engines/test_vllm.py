@@ -132,7 +132,8 @@ def test_sampled_drafts_are_accepted_where_they_are_what_was_drawn(
     figures["accept_length_sampled"], figures["accept_length_sampled_on_text"] = engine, counted
     note(f"temperature {TEMPERATURE}: accept length {engine:.3f} by vLLM, {counted:.3f} counted on its text by eyas")
     assert counted == pytest.approx(engine, rel=0.03)
-    assert engine > 1.05, "a sampler that lost its temperature accepts next to nothing"
+    kept = accept_length(served(USUAL)["greedy"]) - 1
+    assert engine - 1 > 0.1 * kept, "a sampler that lost its temperature accepts next to nothing"
 
 
 def test_drafts_are_accepted_at_every_position_and_save_rounds(
