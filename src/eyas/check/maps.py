@@ -115,7 +115,7 @@ def _type(s: Subject) -> Iterator[Finding]:
         "map-dtype",
         True,
         f"d2t was cast to {dtype} with the weights" + (", which rounds its numbers" if lossy else ""),
-        sees + (f" and drafts wrong tokens: {NOTHING}" if lossy else ""),
+        sees + (" and drafts wrong tokens where they are large: it accepts less, no warning" if lossy else ""),
         f"writes it as int64{', from t2d' if lossy else ''}" if targets(s) is not None or not lossy else None,
         "its numbers are rounded, and there is no t2d: take d2t from the training run",
     )
