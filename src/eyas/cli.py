@@ -247,7 +247,9 @@ def train(
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on with the run in output-dir, if any")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data [10]")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate [1e-3]")] = None,
-    optimiser: Annotated[str | None, typer.Option(help="adamw, or muon for the layer's matrices [adamw]")] = None,
+    optimiser: Annotated[
+        str | None, typer.Option(help="adamw, adamw8bit, or muon for the layer's matrices [adamw]")
+    ] = None,
     scheduler: Annotated[str | None, typer.Option(help="cosine, linear or constant [cosine]")] = None,
     warmup_ratio: Annotated[float | None, typer.Option(help="Share of the steps that warm up [0.05]")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="[0]")] = None,
@@ -272,15 +274,26 @@ def train(
     cache_gb: Annotated[
         str | None, typer.Option(help="Page cache to count on, GB: a fixed part of the data stays in it [auto]")
     ] = None,
+    recompute: Annotated[
+        bool | None, typer.Option("--recompute", help="Make the MLP's numbers again when going back: less memory")
+    ] = None,
     parallel: Annotated[str | None, typer.Option(help="Under torchrun: ddp, or fsdp [ddp]")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between saved states [epoch's end alone]")] = None,
     keep: Annotated[int | None, typer.Option(help="States and checkpoints kept, beside the best [2]")] = None,
     max_minutes: Annotated[float | None, typer.Option(help="Stop after this time, validated and saved")] = None,
     patience: Annotated[int | None, typer.Option(help="Stop after so many validations without gain")] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="Drafter's kind: llama, or mla for DeepSeek's latent attention [llama]")
+    ] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Drafter's MLP [the verifier's]")] = None,
     num_heads: Annotated[int | None, typer.Option(help="Drafter's heads [the verifier's]")] = None,
     num_kv_heads: Annotated[int | None, typer.Option(help="Drafter's key/value heads [the verifier's]")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Drafter's head size [the verifier's]")] = None,
+    q_lora_rank: Annotated[int | None, typer.Option(help="mla: latent of queries [the verifier's]")] = None,
+    kv_lora_rank: Annotated[int | None, typer.Option(help="mla: latent of keys, values [the verifier's]")] = None,
+    qk_nope_head_dim: Annotated[int | None, typer.Option(help="mla: head without RoPE [the verifier's]")] = None,
+    qk_rope_head_dim: Annotated[int | None, typer.Option(help="mla: part with RoPE [the verifier's]")] = None,
+    v_head_dim: Annotated[int | None, typer.Option(help="mla: head size of values [the verifier's]")] = None,
     init: Annotated[str | None, typer.Option(help="Start from the verifier's weights, or random [verifier]")] = None,
     init_from: Annotated[Path | None, typer.Option(help="Start from this checkpoint, with its vocabulary")] = None,
     freeze_head: Annotated[
@@ -572,6 +585,7 @@ def plan(
     batch_tokens: Annotated[int | None, typer.Option(min=4, help="Tokens of one packed batch [max-seq-len]")] = None,
     ttt_steps: Annotated[int, typer.Option(min=1, max=16, help="Training-time test steps")] = 3,
     num_workers: Annotated[int, typer.Option(min=0, help="Threads that read")] = 4,
+    attention: Annotated[str, typer.Option(help="Drafter's kind: llama, or mla with the verifier's sizes")] = "llama",
     intermediate_size: Annotated[int | None, typer.Option(help="Drafter's MLP [the verifier's]")] = None,
     num_heads: Annotated[int | None, typer.Option(help="Drafter's heads [the verifier's]")] = None,
     num_kv_heads: Annotated[int | None, typer.Option(help="Drafter's key/value heads [the verifier's]")] = None,
@@ -595,7 +609,8 @@ def plan(
         raise EyasError("name the data (--data-dir), or how many tokens there will be (--tokens)")
     names = (
         "verifier_path", "vocab_mapping_dir", "epochs", "max_seq_len", "batch_tokens", "ttt_steps", "num_workers",
-        "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device", "trust_remote_code",
+        "attention", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device",
+        "trust_remote_code",
     )  # fmt: skip
     given = locals()
     settings = {name: given[name] for name in names}

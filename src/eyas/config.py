@@ -48,7 +48,9 @@ class TrainConfig(BaseModel):
 
     epochs: int = Field(10, ge=1)
     lr: float = Field(1e-3, gt=0, description="Peak learning rate")
-    optimiser: Literal["adamw", "muon"] = Field("adamw", description="muon: of the layer's matrices, AdamW of the rest")
+    optimiser: Literal["adamw", "adamw8bit", "muon"] = Field(
+        "adamw", description="muon: of the layer's matrices, AdamW of the rest; adamw8bit: torchao's, moments in 8 bits"
+    )
     scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of all steps that warm the learning rate up")
     weight_decay: float = Field(0.0, ge=0)
@@ -79,6 +81,9 @@ class TrainConfig(BaseModel):
         0.0, ge=0, description="Uniform noise on the states while training: width, times 512 / rows of the pack"
     )
 
+    recompute: bool = Field(
+        False, description="Make the MLP's numbers again in the backward pass: a third less memory for long packs"
+    )
     parallel: Literal["ddp", "fsdp"] = Field("ddp", description="How ranks share the drafter")
     save_every: int | None = Field(
         None, ge=1, description="Steps between two saved states; one is saved at each epoch's end"
@@ -89,10 +94,18 @@ class TrainConfig(BaseModel):
         None, ge=1, description="Stop after this many validations in a row without a longer accept length"
     )
 
+    attention: Literal["llama", "mla"] = Field(
+        "llama", description="The drafter's kind; mla: DeepSeek's latent attention, as Kimi's own"
+    )
     intermediate_size: int | None = Field(None, ge=1, description="Drafter's MLP; default the verifier's")
     num_heads: int | None = Field(None, ge=1, description="Drafter's attention heads; default the verifier's")
     num_kv_heads: int | None = Field(None, ge=1, description="Drafter's key/value heads; default the verifier's")
     head_dim: int | None = Field(None, ge=2, description="Drafter's head size; default the verifier's")
+    q_lora_rank: int | None = Field(None, ge=1, description="With mla: width of the queries' latent")
+    kv_lora_rank: int | None = Field(None, ge=1, description="With mla: width of the keys' and values' latent")
+    qk_nope_head_dim: int | None = Field(None, ge=1, description="With mla: head size of queries and keys without RoPE")
+    qk_rope_head_dim: int | None = Field(None, ge=2, description="With mla: head size of the part with RoPE")
+    v_head_dim: int | None = Field(None, ge=1, description="With mla: head size of values")
     init: Literal["verifier", "random"] = Field(
         "verifier", description="Start from the verifier's own head, norm and layer where they fit, or at random"
     )

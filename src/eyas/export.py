@@ -14,12 +14,14 @@ from typing import Any
 
 from eyas.device import parse_dtype
 from eyas.drafter.checkpoint import checkpoint_layers, load_checkpoint, save_checkpoint, save_speculators
+from eyas.drafter.conventions import CONTRACT_ARCHITECTURE
 from eyas.errors import EyasError
 from eyas.evaluate.run import check_verifier, find_checkpoint, slashed, verifier_of
 from eyas.files import check_writable, write_whole
 from eyas.verifier import Verifier
 
 FORMS = ("eagle3", "speculators")
+SPECULATORS = '"speculators_model_type": "eagle3"'
 
 
 def export(
@@ -84,7 +86,7 @@ def _may_replace(folder: Path) -> bool:
         return True
     ours = names <= {"config.json", "model.safetensors", "README.md"} and "config.json" in names
     text = (folder / "config.json").read_text(errors="replace") if ours else ""
-    return "LlamaForCausalLMEagle3" in text or '"speculators_model_type": "eagle3"' in text
+    return any(name in text for name, _ in CONTRACT_ARCHITECTURE.values()) or SPECULATORS in text
 
 
 def serve_commands(verifier_path: str, drafter_dir: Path, draft_tokens: int, form: str = "eagle3") -> dict[str, str]:

@@ -1,7 +1,7 @@
 """`eyas import`: somebody's EAGLE-3 drafter as a checkpoint folder of ours, to evaluate it or to train it further.
 
 The weights are theirs to the last bit (as fp32 masters), and so is the draft vocabulary: its order is that of the
-head's rows. What eyas cannot compute (norm_before_residual, MLA attention, biases) is refused here, not after hours.
+head's rows. What eyas cannot compute (norm_before_residual, norms on queries, biases) is refused here, not after hours.
 """
 
 from __future__ import annotations

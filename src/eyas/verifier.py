@@ -42,6 +42,7 @@ NORM_ADDS_ONE = {
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken", "tekken")  # how their names begin
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 FLOATS = ("F32", "F16", "BF16")  # safetensors types that need no scales
 CHUNK_ROWS = 8192  # rows converted at a time: bounds the copy in the file's own dtype
 FINGERPRINT_ROWS = 256
@@ -74,6 +75,7 @@ class VerifierConfig:
     pad_token_id: int | None
     torch_dtype: str
     norm_adds_one: bool
+    mla: dict[str, int] | None = None  # sizes of latent attention, by their names in config.json
 
     def capture_layers(self) -> tuple[int, int, int]:
         """The HF indices of the three auxiliary states: 2, n // 2, n - 3."""
@@ -428,6 +430,7 @@ def read_config(path: Path, name: str | None = None) -> tuple[VerifierConfig, bo
         pad_token_id=merged.get("pad_token_id"),
         torch_dtype=str(merged.get("torch_dtype") or merged.get("dtype") or "bfloat16").removeprefix("torch."),
         norm_adds_one=model_type.removesuffix("_text") in NORM_ADDS_ONE,
+        mla={k: merged[k] for k in MLA} if all(isinstance(merged.get(k), int) for k in MLA) else None,
     )
     return config, tied is False
 

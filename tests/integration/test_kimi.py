@@ -29,6 +29,7 @@ def kimi_shaped(tiny: Path, folder: Path) -> Path:
     (folder / "chat_template.jinja").write_bytes((tiny / "chat_template.jinja").read_bytes())
     text = json.loads((tiny / "config.json").read_text())
     text.update(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    text.update(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=16)
     config = {"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 99}, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config))
     weights = {f"language_model.{name}": t for name, t in load_file(tiny / "model.safetensors").items()}
@@ -52,7 +53,16 @@ def test_every_command_of_the_recipe_runs(tiny: Tiny, tmp_path: Path, eyas: Eyas
     kimi = kimi_shaped(tiny.verifier, tmp_path / "kimi")
     assert Verifier(kimi).fingerprint == Verifier(tiny.verifier).fingerprint
     commands = recipe()
-    assert [words[0] for words in commands] == ["prepare", "capture", "vocab", "train", "train", "export"]
+    assert [words[0] for words in commands] == [
+        "prepare",
+        "capture",
+        "vocab",
+        "train",
+        "train",
+        "train",
+        "export",
+        "export",
+    ]
     for words in commands:
         # Only an engine can run the real one; here the same weights under llama's names stand in for it.
         verifier = tiny.verifier if words[0] == "capture" else kimi
@@ -72,3 +82,5 @@ def test_every_command_of_the_recipe_runs(tiny: Tiny, tmp_path: Path, eyas: Eyas
     config = json.loads((tmp_path / "work" / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 96
     assert "eagle_config" not in config, "the usual layers need no word"
+    config = json.loads((tmp_path / "work" / "drafter-mla" / "config.json").read_text())
+    assert config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and config["kv_lora_rank"] == 16

@@ -378,3 +378,23 @@ def test_the_last_states_and_the_best_checkpoint_are_kept(tiny: Tiny, tmp_path: 
     assert kept == sorted({best, "step-000005", "step-000006"})
     assert (output / "best").resolve().name == best
     assert not list(output.rglob(".*"))
+
+
+def test_eight_bit_moments_resume_to_the_bit(tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="pip install 'eyas[8bit]'")
+    flags = {"optimiser": "adamw8bit", "lr": 1e-3}
+    whole, cut, plain = tmp_path / "whole", tmp_path / "cut", tmp_path / "plain"
+    with torch.compiler.set_stance("force_eager"):  # a shape takes many seconds to compile on a CPU
+        assert play(settings(tiny, whole, **flags)).codes == [0]
+        assert play(settings(tiny, cut, **flags, save_every=3), kill_at=4).codes == [-signal.SIGKILL]
+        resumed = play({"output_dir": cut, "resume": True})
+    assert resumed.codes == [0] and any("compiling the 8-bit optimiser" in line for line in resumed.said)
+    total = len(trace(whole))
+    assert same(tensors(whole, total), tensors(cut, total))
+    state = tensors(whole, total)
+    name = "midlayer.mlp.up_proj.weight"
+    assert state[f"optimiser/exp_avg/{name}/codes"].dtype == torch.uint8
+    assert f"optimiser/exp_avg/{name}" not in state
+    assert play(settings(tiny, plain, **flags | {"optimiser": "adamw"})).codes == [0]
+    losses = [json.loads((run / "summary.json").read_text())["validations"][-1]["loss"] for run in (whole, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02), "it learns what AdamW learns"

@@ -162,7 +162,7 @@ def test_an_own_embedding_is_kept_and_said(verifier: Path, tmp_path: Path) -> No
         (eagle3, lambda c, _t: c.update(norm_before_residual=True), "norm_before_residual true is another function"),
         (speculators, lambda c, _t: c.update(norm_output=True), "norm_output true is another function"),
         (speculators, lambda c, _t: c.pop("norm_before_residual"), "does not say norm_before_residual"),
-        (mla, None, "a drafter with MLA attention, which eyas does not compute"),
+        (mla, lambda c, _t: c.pop("kv_lora_rank"), "does not say kv_lora_rank"),
         (
             eagle3,
             lambda _c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(16)}),

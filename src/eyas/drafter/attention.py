@@ -30,12 +30,13 @@ KEEP = 1 << 23  # score elements of one step up to which the weights are kept
 
 
 class Document(NamedTuple):
-    """One document of a pack: its rows among the keys, and its rows among the queries."""
+    """One document of a pack: its rows among the keys and among the queries, and the key row of its first query."""
 
     key_start: int
     key_stop: int
     query_start: int
     query_stop: int
+    first_query: int
 
 
 class Block(NamedTuple):
@@ -50,7 +51,7 @@ class Inputs(NamedTuple):
     """What one TTT step attends with, heads first; n is a multiple of m (grouped queries).
 
     query: [n, Q, d], rotated to position p + k and scaled by 1/sqrt(d).
-    key, value: [m, T, d], step 0, rotated to position j.
+    key, value: [m, T, d], step 0, rotated to position j. Values may have another width than keys, all of them the same.
     own_keys, own_values: for each step 1..k, [m, Q, d], the query positions' own, rotated to p + i.
     rows: [Q] int64, the row among the keys that query q stands at (it sees rows <= that, in its document), sorted.
     blocks: all queries, from `make_blocks`.
@@ -95,7 +96,8 @@ def _split(docs: list[Document], rows: Tensor, heads: int) -> Iterator[Block]:
 def attend(x: Inputs, keep: bool = False) -> tuple[Tensor, list[Tensor]]:
     """Attention output [n, Q, d] of one TTT step; and the weights of the blocks where they are worth keeping."""
     q, own = _grouped(x), _own_scores(x)
-    out, share = torch.empty_like(q), torch.empty_like(own)  # share: the weights of the own keys
+    out = q.new_empty(*q.shape[:3], x.value.shape[2])
+    share = torch.empty_like(own)  # the weights of the own keys
     keep = keep and _scores(x) <= KEEP
     kept = []
     for block in x.blocks:
@@ -107,7 +109,7 @@ def attend(x: Inputs, keep: bool = False) -> tuple[Tensor, list[Tensor]]:
             kept.append(weight)
     for i, value in enumerate(x.own_values):
         out.addcmul_(share[..., i, None], value[:, None])
-    return out.view_as(x.query), kept
+    return out.flatten(0, 1), kept
 
 
 def attend_backward(
@@ -125,7 +127,7 @@ def attend_backward(
     With P the weights: dS = P * (dP - rowsum(P dP)), over causal and own columns together.
     """
     q, own = _grouped(x), _own_scores(x)
-    grad = grad.view_as(q)  # [m, g, Q, d]
+    grad = grad.view(*q.shape[:3], x.value.shape[2])  # [m, g, Q, d]
     share, d_share, d_own = torch.empty_like(own), torch.empty_like(own), torch.empty_like(own)
     for i, value in enumerate(x.own_values):
         torch.sum(grad * value[:, None], dim=-1, out=d_share[..., i])

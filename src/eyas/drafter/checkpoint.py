@@ -2,7 +2,7 @@
 
     fc.weight                                     [H, 3 Ht]
     midlayer.self_attn.{q,k,v}_proj.weight        [heads d, 2H]
-    midlayer.self_attn.o_proj.weight              [H, n d]
+    midlayer.self_attn.o_proj.weight              [H, n d]    (of MLA: `conventions.ATTENTION`, `mla`)
     midlayer.mlp.{gate,up}_proj.weight            [I, H]
     midlayer.mlp.down_proj.weight                 [H, I]
     midlayer.{hidden_norm,input_layernorm,post_attention_layernorm}.weight, norm.weight   [H]
@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,20 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eyas.drafter.conventions import SGLANG_FIRST_IS_ONE, USELESS, parameters, read_by_sglang
+from eyas.drafter.conventions import (
+    CONTRACT_ARCHITECTURE,
+    SGLANG_FIRST_IS_ONE,
+    USELESS,
+    parameters,
+    read_by_sglang,
+)
 from eyas.drafter.folder import CONFIG, FLOATS, WEIGHTS, DrafterFolder
+from eyas.drafter.mla import MlaSizes
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.speculators import speculators_config, speculators_name
 from eyas.errors import EyasError
 from eyas.files import refusal, sync_folder
-from eyas.verifier import VerifierConfig
+from eyas.verifier import MLA, VerifierConfig
 from eyas.vocab import DraftVocab
 
 LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -53,9 +61,10 @@ def config_json(
     """
     scaling = dict(drafter.rope_scaling or {})
     rope_type = scaling.get("rope_type") or scaling.pop("type", None) or "default"
+    architecture, model_type = CONTRACT_ARCHITECTURE["llama" if drafter.mla is None else "mla"]
     c: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "hidden_size": drafter.hidden_size,
         "intermediate_size": drafter.intermediate_size,
         "num_hidden_layers": 1,
@@ -75,6 +84,13 @@ def config_json(
         "norm_before_residual": False,
         "torch_dtype": dtype,
     }
+    if drafter.mla is not None:
+        del c["head_dim"]  # which this family's config class makes out of the others
+        c |= {
+            **asdict(drafter.mla),
+            "rope_interleave": True,
+            "first_k_dense_replace": 1,
+        }  # the one layer has no experts
     if rope_type != "default":
         c["rope_scaling"] = {**scaling, "rope_type": rope_type}
     if drafter.target_hidden_size != drafter.hidden_size:
@@ -196,7 +212,7 @@ def load_checkpoint(
     found = DrafterFolder(folder)
     if reason := other_function(found):
         raise EyasError(f"{folder}: {reason}")
-    config = _drafter_config(found.config, verifier, folder)
+    config = _drafter_config(found, verifier)
     tensors = {name: found.tensor(name) for name in found.tensors}
     embedding = tensors.pop("embed_tokens.weight", embedding)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -213,9 +229,10 @@ def load_checkpoint(
 
 def other_function(folder: DrafterFolder) -> str | None:
     """Why the drafter in `folder` is none that eyas computes, in words; None where it is one."""
-    if folder.kind != "llama":
-        what = "MLA attention" if folder.kind == "mla" else "norms on queries and keys"
-        return f"a drafter with {what}, which eyas does not compute"
+    if folder.kind == "qwen3":
+        return "a drafter with norms on queries and keys, which eyas does not compute"
+    if folder.kind == "mla" and folder.config.get("rope_interleave") is False:
+        return "rope_interleave false is another function, which eyas does not compute and vLLM neither"
     for flag in OTHER_FUNCTION:
         if folder.config.get(flag):
             return f"{flag} true is another function, which eyas does not compute" + (
@@ -223,7 +240,7 @@ def other_function(folder: DrafterFolder) -> str | None:
             )
     if folder.speculators and folder.config.get("norm_before_residual") is None:
         return f"{CONFIG} does not say norm_before_residual, which readers take for true or for false"
-    known = (*parameters("llama"), "embed_tokens.weight", "d2t", "t2d")
+    known = (*parameters(folder.kind), "embed_tokens.weight", "d2t", "t2d")
     more = [t.name for n, t in folder.tensors.items() if n not in known and not n.endswith(USELESS)]
     if more:
         return f"{more[0]} is no part of a drafter that eyas computes" + (
@@ -253,12 +270,17 @@ def checkpoint_layers(folder: Path, verifier: VerifierConfig) -> tuple[int, ...]
     return tuple(top) if top else meant or verifier.capture_layers()
 
 
-def _drafter_config(c: dict[str, Any], verifier: VerifierConfig, folder: Path) -> DrafterConfig:
+def _drafter_config(found: DrafterFolder, verifier: VerifierConfig) -> DrafterConfig:
+    folder, c = found.path, found.config
     rope = c.get("rope_parameters") or {}
     scaling = c.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
     if scaling.get("rope_type", scaling.get("type", "default")) == "default":
         scaling = None
+    mla = None
     try:
+        if found.kind == "mla":
+            mla = MlaSizes(**{name: c[name] for name in MLA})
+            c = {**c, "head_dim": mla.head_dim, "num_key_value_heads": c["num_attention_heads"]}
         config = DrafterConfig(
             hidden_size=c["hidden_size"],
             target_hidden_size=c.get("target_hidden_size") or c["hidden_size"],
@@ -272,6 +294,7 @@ def _drafter_config(c: dict[str, Any], verifier: VerifierConfig, folder: Path) -
             rope_theta=float(c.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
             rope_scaling=scaling,
             max_position_embeddings=c["max_position_embeddings"],
+            mla=mla,
         )
     except KeyError as e:
         raise EyasError(f"{folder}/{CONFIG} does not say {e.args[0]}") from None

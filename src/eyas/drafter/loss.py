@@ -29,6 +29,7 @@ from eyas.drafter.precision import wide
 
 CHUNK = 256  # targets whose logits exist at a time
 BLOCK = 1 << 18  # fp32 numbers of the verifier's rows in one pass, 1 MiB; the drafter's are K times as many
+DEVICE_BLOCK = 1 << 25  # the same on a GPU, where launches cost and no core's cache is to be hit: 128 MiB
 GROUP = 64
 SLICE = 1 << 14  # columns of the whole vocabulary at a time
 TINY = 1e-30
@@ -84,7 +85,8 @@ def greedy_choice(last: Tensor, head: Tensor) -> Tensor:
             logits = wide(rows @ head[first : first + SLICE].T)
             at = first_choice(logits)
             value = logits.gather(1, at[:, None])[:, 0]
-            choice[start : start + CHUNK][value > best] = at[value > best] + first
+            here = choice[start : start + CHUNK]
+            torch.where(value > best, at + first, here, out=here)
             best = torch.maximum(best, value)
     return choice
 
@@ -132,7 +134,7 @@ class _HeadLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if wanted else None
         d_head = torch.zeros_like(cast_head) if ctx.needs_input_grad[1] else None
         weighted = hidden * weight[:, None].to(dtype) if d_head is not None else hidden
-        step = max(1, min(CHUNK, BLOCK // Vd))  # targets of one block
+        step = max(1, min(CHUNK, (BLOCK if hidden.is_cpu else DEVICE_BLOCK) // Vd))  # targets of one block
         edges = torch.arange(0, len(last) + step, step, device=target.device)
         starts = torch.searchsorted(target, edges).tolist()  # first row of each block of targets
         per_chunk = CHUNK // step

@@ -9,7 +9,7 @@ The forward pass of the contract (docs/eagle3.md, from the EAGLE-3 paper and the
 
 Parameter names are the checkpoint's names. Masters are fp32; products run in the dtype of the states that come in,
 with weights cast once a pass. The modules compute one step plainly, for decoding; `drafter.ttt` computes all steps of a
-pack. The embedding is the verifier's, frozen, and no parameter.
+pack, `drafter.mla` where the attention is DeepSeek's. The embedding is the verifier's, frozen, and no parameter.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from eyas.drafter import flash
+from eyas.drafter.mla import LatentAttention, MlaSizes, mla_steps
+from eyas.drafter.parts import Linear, RMSNorm
 from eyas.drafter.plan import Plan
-from eyas.drafter.precision import wide
 from eyas.drafter.ttt import Settings, Weights, norm_rows, ttt_steps
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes of a drafter. H hidden_size, Ht target_hidden_size, V vocab_size, Vd draft_vocab_size."""
+    """Sizes of a drafter. H hidden_size, Ht target_hidden_size, V vocab_size, Vd draft_vocab_size.
+
+    mla: sizes of latent attention; then as many key as query heads, of the head size that these sizes make.
+    """
 
     hidden_size: int
     target_hidden_size: int
@@ -42,34 +48,11 @@ class DrafterConfig:
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     max_position_embeddings: int = 4096
+    mla: MlaSizes | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
         return asdict(self)
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm; statistics in fp32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[.., size] -> [.., size]."""
-        return F.rms_norm(wide(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
-
-
-class Linear(nn.Linear):
-    """fp32 master weight without bias, used in the dtype of the input."""
-
-    def __init__(self, fan_in: int, fan_out: int) -> None:
-        super().__init__(fan_in, fan_out, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[.., in] -> [.., out]."""
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 class Attention(nn.Module):
@@ -77,15 +60,18 @@ class Attention(nn.Module):
 
     def __init__(self, c: DrafterConfig) -> None:
         super().__init__()
-        self.head_dim = c.head_dim
+        self.head_dim, self.scale = c.head_dim, c.head_dim**-0.5
         self.q_proj = Linear(2 * c.hidden_size, c.num_heads * c.head_dim)
         self.k_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim)
         self.v_proj = Linear(2 * c.hidden_size, c.num_kv_heads * c.head_dim)
         self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size)
 
-    def heads(self, x: Tensor) -> Tensor:
-        """[T, heads d] -> [T, heads, d]."""
-        return x.view(len(x), x.shape[1] // self.head_dim, self.head_dim)
+    def project(self, mixed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [R, n, d], keys and values [R, m, d] of attention inputs [R, 2H]; cos, sin: [R, 1, d]."""
+        query, key, value = (
+            p(mixed).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
 class MLP(nn.Module):
@@ -110,12 +96,13 @@ class MidLayer(nn.Module):
 
     def __init__(self, c: DrafterConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(c)
+        self.self_attn = Attention(c) if c.mla is None else LatentAttention(c, c.mla)
         self.mlp = MLP(c)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.dropout = 0.0  # while training
+        self.recompute = False  # make the MLP's numbers again in the backward pass in place of keeping them
 
     def mix(self, token: Tensor, hidden: Tensor) -> Tensor:
         """Embedding [T, H] and state [T, H] -> attention input [T, 2H], embedding first."""
@@ -125,7 +112,9 @@ class MidLayer(nn.Module):
     def finish(self, hidden: Tensor, attention: Tensor) -> Tensor:
         """State [Q, H] and attention output [Q, n, d] -> layer output [Q, H], before the final norm."""
         r = hidden + self.self_attn.o_proj(attention.flatten(1))
-        out: Tensor = r + self.mlp(self.post_attention_layernorm(r))
+        x = self.post_attention_layernorm(r)
+        again = self.recompute and torch.is_grad_enabled()
+        out: Tensor = r + (checkpoint(self.mlp, x, use_reentrant=False) if again else self.mlp(x))
         return out
 
 
@@ -156,7 +145,7 @@ class Drafter(nn.Module):
         return F.embedding(token, self.embedding).to(dtype)
 
     def rotary(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """RoPE cos and sin [T, 1, d] of positions [T]."""
+        """RoPE cos and sin [T, 1, d] of positions [T]; d is of the part that turns, all but in latent attention."""
         if self._rotary is None:
             self._rotary = rotary_embedding(self.config)
         like = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=position.device)
@@ -170,6 +159,8 @@ class Drafter(nn.Module):
         plan's key rows, in the compute dtype.
         """
         layer, dtype = self.midlayer, states.dtype
+        if self.config.mla is not None:
+            return mla_steps(self, plan, states)
         length = max((d.key_stop - d.key_start for d in plan.documents), default=0)
         cos, sin = self.rotary(torch.arange(length + plan.steps, device=states.device), dtype)
         half = self.config.head_dim // 2
@@ -180,6 +171,7 @@ class Drafter(nn.Module):
             self.config.rms_norm_eps,
             layer.dropout * training,
             layer.mlp.dropout * training,
+            layer.recompute,
         )
         return ttt_steps(
             plan, states, self.embed(plan.token, dtype), cos[:, 0, :half], sin[:, 0, :half], settings, self.weights()
@@ -190,11 +182,21 @@ class Drafter(nn.Module):
         return norm_rows(outputs.flatten(0, 1), rows, self.norm.weight, self.norm.eps)
 
     def weights(self) -> Weights:
-        """The parameters that the steps read."""
+        """The parameters that the steps of a llama's layer read."""
         layer, a, mlp = self.midlayer, self.midlayer.self_attn, self.midlayer.mlp
+        assert isinstance(a, Attention)
         linears = (self.fc, a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         norms = (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm)
         return Weights(*(m.weight for m in (*linears, *norms)))
+
+
+def attention_refusal(c: DrafterConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Why the steps of such a drafter run through plain blocks and not through a flash kernel; "" where they do."""
+    if device.type != "cuda":
+        return "no GPU"
+    return flash.refusal(
+        device, dtype, c.num_heads, c.num_kv_heads, c.head_dim, c.mla.v_head_dim if c.mla else c.head_dim
+    )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -211,10 +213,10 @@ def rotary_embedding(config: DrafterConfig) -> nn.Module:
 
     scaling = dict(config.rope_scaling or {})
     common = {
-        "hidden_size": config.hidden_size,
+        "hidden_size": config.num_heads * config.head_dim,  # theirs must be a multiple of the heads; RoPE needs neither
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "head_dim": config.head_dim if config.mla is None else config.mla.qk_rope_head_dim,
         "max_position_embeddings": config.max_position_embeddings,
     }
     kind = scaling.pop("type", None) or scaling.get("rope_type", "default")

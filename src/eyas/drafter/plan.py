@@ -132,7 +132,8 @@ def make_plan(documents: list[tuple[np.ndarray, np.ndarray]], steps: int) -> Pla
             here = masks[k][query]
             trained[k].append(np.flatnonzero(here) + queries)
             target[k].append(target_of[query[here] + 1 + k])
-        rows.append(Document(keys, keys + key_count, queries, queries + len(query)))
+        begins = keys + (int(query[0]) if len(query) else 0)
+        rows.append(Document(keys, keys + key_count, queries, queries + len(query), begins))
         first, keys, queries = first + T, keys + key_count, queries + len(query)
         behind += steps - 1 if key_count else 0
         targets += int(is_target.sum())

@@ -33,13 +33,16 @@ def speculators_config(
     """The nested config.json of the contract's `config`.
 
     layers: HF indices. verifier_path, architectures: the verifier's folder or hub id, and what its config.json calls
-    it. draft_tokens: proposed a round. Raises EyasError for a drafter whose width is not the verifier's.
+    it. draft_tokens: proposed a round. Raises EyasError for a drafter whose width is not the verifier's,
+    or whose attention is MLA.
     """
     if "target_hidden_size" in config:
         raise EyasError(
             f"speculators {VERSION} has no drafter of width {config['hidden_size']} on states of "
             f"{config['target_hidden_size']}: export it with --format eagle3"
         )
+    if "kv_lora_rank" in config:
+        raise EyasError(f"speculators {VERSION} has no drafter with MLA attention: export it with --format eagle3")
     path = Path(verifier_path).expanduser()
     return {
         "architectures": ["Eagle3Speculator"],

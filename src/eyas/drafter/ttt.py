@@ -14,7 +14,8 @@ Dropout, where asked for, drops a token's numbers once for all steps, and a stat
 
 Rows: T keys, Q queries, E tokens, K steps (`drafter.plan`); C = (n + 2 m) d columns of q, k and v.
 Kept for the backward pass, per query and step: 4 H + 2 (n + m) d + 3 I numbers in the compute dtype, and the attention
-weights while they are few (`drafter.attention`).
+weights while they are few (`drafter.attention`). With `recompute` the 3 I of the MLP are made again, step by step: a
+third more products of the MLP, and its weights' gradients are added up over the steps in fp32.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from eyas.drafter.attention import Inputs, attend, attend_backward, make_blocks
+from eyas.drafter.attention import Inputs, make_blocks
+from eyas.drafter.flash import attend, attend_backward
 from eyas.drafter.plan import Plan
 from eyas.drafter.precision import wide
 
 
 class Settings(NamedTuple):
-    """m key heads of size d, the norms' epsilon, and the dropout of the attention's input and of the MLP's middle."""
+    """m key heads of size d, the norms' epsilon, the dropout of the attention's input and of the MLP's middle, and
+    whether the MLP is computed again in the backward pass."""
 
     kv_heads: int
     head_dim: int
     eps: float
     dropout: float
     mlp_dropout: float
+    recompute: bool = False
 
 
 class Weights(NamedTuple):
@@ -141,7 +145,9 @@ class _Steps(torch.autograd.Function):
         # (unit) and as the products (seen, with dropout) want them; 1 / rms; attention output; gate, up; silu(gate) up.
         unit, mlp_unit, out = new(K, Q, H), new(K, Q, H), new(K, Q, H)
         seen = unit if settings.dropout == 0 else new(K, Q, H)
-        attended, gate_up, middle = new(K, Q, nd), new(K, Q, len(w.gate_up)), new(K, Q, len(w.gate_up) // 2)
+        kept_steps = 1 if settings.recompute else K
+        attended = new(K, Q, nd)
+        gate_up, middle = new(kept_steps, Q, len(w.gate_up)), new(kept_steps, Q, len(w.gate_up) // 2)
         inverse, mlp_inverse, keep, mlp_keep = [], [], [], []
         inputs: list[Inputs] = []
         kept: list[list[Tensor]] = []
@@ -176,17 +182,16 @@ class _Steps(torch.autograd.Function):
             attended[step].view(Q, nd // d, d).copy_(by_head.transpose(0, 1))
             r = torch.addmm(hidden, attended[step], w.o.T)
             mlp_inverse.append(_unit(r, eps, out=mlp_unit[step])[1])
-            torch.mm(mlp_unit[step], w.gate_up.T, out=gate_up[step])
-            gate, up = gate_up[step].chunk(2, dim=-1)
-            torch.mul(F.silu(gate), up, out=middle[step])
-            mlp_keep.append(_keep(middle[step], settings.mlp_dropout))
-            if settings.mlp_dropout:
-                middle[step].copy_(_drop(middle[step], mlp_keep[step]))
-            torch.addmm(r, middle[step], w.down.T, out=out[step])
+            mlp_keep.append(_keep(middle[0], settings.mlp_dropout))
+            here = step % kept_steps
+            _mlp_middle(mlp_unit[step], w, mlp_keep[step], gate_up[here], middle[here])
+            torch.addmm(r, middle[here], w.down.T, out=out[step])
             hidden = out[step]
         ctx.save_for_backward(*parameters)
         ctx.plan, ctx.settings, ctx.w, ctx.inputs, ctx.cos, ctx.sin = plan, settings, w, (inputs, kept), cos, sin
         ctx.by_state = states, state_unit, state_seen, state_inverse, state_keep, token_unit
+        if settings.recompute:
+            gate_up = middle = new(0)
         ctx.by_step = unit, seen, inverse, keep, attended, mlp_unit, mlp_inverse, gate_up, middle, mlp_keep
         return out
 
@@ -212,10 +217,20 @@ class _Steps(torch.autograd.Function):
         d_own_keys, d_own_values = (
             [torch.zeros_like(x) for x in own] for own in (inputs[-1].own_keys, inputs[-1].own_values)
         )
+        again = ctx.settings.recompute
+        if again:
+            gate_up, middle = states.new_empty(1, Q, len(w.gate_up)), states.new_empty(1, Q, len(w.gate_up) // 2)
+            d_gate_up, d_down = (torch.zeros_like(x, dtype=ctx.saved_tensors[0].dtype) for x in (w.gate_up, w.down))
         for step in reversed(range(K)):
+            here = 0 if again else step
+            if again:
+                _mlp_middle(mlp_unit[step], w, mlp_keep[step], gate_up[0], middle[0])
+                d_down += d_out[step].T @ middle[0]
             d_middle = _drop(d_out[step] @ w.down, mlp_keep[step])  # [Q, I]
-            _swiglu_backward(d_middle, gate_up[step])
-            _unit_backward(gate_up[step] @ w.gate_up, mlp_unit[step], mlp_inverse[step], d_out[step], out=d_r[step])
+            _swiglu_backward(d_middle, gate_up[here])
+            _unit_backward(gate_up[here] @ w.gate_up, mlp_unit[step], mlp_inverse[step], d_out[step], out=d_r[step])
+            if again:
+                d_gate_up += gate_up[0].T @ mlp_unit[step]
             d_attended = (d_r[step] @ w.o).view(Q, nd // d, d).transpose(0, 1).contiguous()  # [n, Q, d]
             d_query = attend_backward(
                 inputs[step], kept[step], d_attended, d_key, d_value, d_own_keys[:step], d_own_values[:step]
@@ -246,7 +261,8 @@ class _Steps(torch.autograd.Function):
         d_hidden[:nd].addmm_(d_query0.T, seen[0])
         d_hidden[nd:].addmm_(d_kv.T, state_seen)
         d_token = d_token_part.T @ token_unit
-        d_gate_up = _rows(gate_up).T @ _rows(mlp_unit)
+        if not again:
+            d_gate_up, d_down = _rows(gate_up).T @ _rows(mlp_unit), _rows(d_out).T @ _rows(middle)
         return (
             *(None,) * 6,
             *_unfold(
@@ -258,7 +274,7 @@ class _Steps(torch.autograd.Function):
                     d_hidden,
                     _rows(d_r).T @ _rows(attended),
                     d_gate_up,
-                    _rows(d_out).T @ _rows(middle),
+                    d_down,
                 ),
             ),
         )
@@ -338,6 +354,15 @@ def _unit_backward(
     if beside is not None:
         total += beside
     return total.to(unit.dtype) if out is None else out.copy_(total)
+
+
+def _mlp_middle(unit: Tensor, w: Folded, keep: Tensor | None, gate_up: Tensor, middle: Tensor) -> None:
+    """The MLP up to its last product: fills gate_up [R, 2 I] and silu(gate) up, dropped out, [R, I]."""
+    torch.mm(unit, w.gate_up.T, out=gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.mul(F.silu(gate), up, out=middle)
+    if keep is not None:
+        middle *= keep
 
 
 def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> None:

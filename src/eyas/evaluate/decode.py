@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from eyas.drafter.model import Drafter, rotate
+from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
 
 HOLES = 1.5  # cached positions for one that counts, from which on a cache is closed up
@@ -108,9 +108,7 @@ class EagleDraft:
         flat = hidden.reshape(B * q, -1)
         mixed = layer.mix(d.embed(tokens.reshape(-1), self.dtype), flat)
         cos, sin = d.rotary(position.reshape(-1), self.dtype)
-        query = rotate(attention.heads(attention.q_proj(mixed)), cos, sin).view(B, q, -1, attention.head_dim)
-        key = rotate(attention.heads(attention.k_proj(mixed)), cos, sin).view(B, q, -1, attention.head_dim)
-        value = attention.heads(attention.v_proj(mixed)).view(B, q, -1, attention.head_dim)
+        query, key, value = (x.unflatten(0, (B, q)) for x in attention.project(mixed, cos, sin))  # [B, q, heads, d]
         past = 0
         if self.keys is not None and self.values is not None and self.valid is not None:
             past = self.keys.shape[1]
@@ -122,9 +120,14 @@ class EagleDraft:
         # A padded query sees nothing; let it see itself, so that no row is 0/0. Nobody reads its output.
         seen |= order == past + torch.arange(q, device=tokens.device)[:, None]
         out = torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=seen[:, None], enable_gqa=True
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=seen[:, None],
+            scale=attention.scale,
+            enable_gqa=True,
         )  # [B, n, q, d]
-        return layer.finish(flat, out.transpose(1, 2).reshape(B * q, -1, attention.head_dim)).view(B, q, -1)
+        return layer.finish(flat, out.transpose(1, 2).flatten(0, 1)).view(B, q, -1)
 
 
 class VerifierRows:

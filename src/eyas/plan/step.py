@@ -134,14 +134,20 @@ class Plan:
 
 def parameters(c: DrafterConfig) -> dict[str, int]:
     """The drafter's trainable weights by part."""
-    H, heads, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    H, n, heads, kv = c.hidden_size, c.num_heads, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    attention = {"kv": 2 * 2 * H * kv, "qo": 2 * H * heads + heads * H, "norms": 4 * H}
+    if c.mla is not None:
+        q, latent, rope, v = c.mla.q_lora_rank, c.mla.kv_lora_rank, c.mla.qk_rope_head_dim, c.mla.v_head_dim
+        attention = {
+            "kv": 2 * H * (latent + rope) + latent * n * (c.mla.qk_nope_head_dim + v),
+            "qo": 2 * H * q + q * heads + n * v * H,
+            "norms": 4 * H + q + latent,
+        }
     return {
         "fc": 3 * c.target_hidden_size * H,
-        "kv": 2 * 2 * H * kv,
-        "qo": 2 * H * heads + heads * H,
         "mlp": 3 * H * c.intermediate_size,
         "lm_head": c.draft_vocab_size * H,
-        "norms": 4 * H,
+        **attention,
     }
 
 
@@ -153,7 +159,8 @@ def flops_per_token(c: DrafterConfig, ttt_steps: int, trained_share: float, leng
     """
     p = parameters(c)
     rest = p["kv"] + p["qo"] + p["mlp"] + p["lm_head"]
-    scores = 2 * (length / 2) * c.num_heads * c.head_dim  # q k and p v over half the document on average
+    # q k and p v over half the document on average
+    scores = (length / 2) * c.num_heads * (c.head_dim + (c.mla.v_head_dim if c.mla else c.head_dim))
     trained = ttt_steps * 6 * (rest + scores) - 6 * p["kv"] + 2 * p["lm_head"]
     return 6 * (p["fc"] + p["kv"]) + trained_share * trained
 

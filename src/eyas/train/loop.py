@@ -22,7 +22,7 @@ from torch import Tensor
 from eyas.config import TrainConfig
 from eyas.device import compute_dtype
 from eyas.drafter.checkpoint import config_json, save_checkpoint
-from eyas.drafter.model import Drafter
+from eyas.drafter.model import Drafter, attention_refusal
 from eyas.errors import EyasError
 from eyas.evaluate.offline import OfflineFigures, evaluate
 from eyas.files import check_writable, write_json
@@ -32,7 +32,7 @@ from eyas.store.readpath import ReadPath
 from eyas.store.remote import staged
 from eyas.train.batches import Batch, Loader, epoch_order, pack
 from eyas.train.objective import Objective, pack_seed
-from eyas.train.optim import Average, check_optimiser, learning_rate, make_optimisers, optimiser_tensors
+from eyas.train.optim import Average, check_optimiser, learning_rate, make_optimisers, optimiser_tensors, set_rate
 from eyas.train.parallel import Ranks, held_back, other_ranks_gone, spread, whole
 from eyas.train.rundir import link, open_run, refuse_another_run, save_run
 from eyas.train.setup import aux_layers, training_samples, verifier_head
@@ -128,6 +128,7 @@ class Run:
             if self.ranks.first:
                 open_run(c.output_dir, self.states)
             self.ranks.wait()
+            self._compile()
             self._go_on()
             if self.ranks.first:
                 save_run(c, self.source, self.verifier)
@@ -143,6 +144,14 @@ class Run:
                 self._after_epoch()
             self.record.enter("saving")
             self.states.finish()
+
+    def _compile(self) -> None:
+        """Have the 8-bit optimiser compile its steps, before the run's time begins."""
+        if self.config.optimiser == "adamw8bit":
+            self.say("compiling the 8-bit optimiser, once for each shape: seconds on a GPU, minutes on a CPU")
+            begun = time.monotonic()
+            optimiser_tensors(self.optimisers, self.drafter)
+            self.say(f"compiled in {time.monotonic() - begun:,.0f} s")
 
     def _go_on(self) -> None:
         """With --resume, be where the newest whole state is."""
@@ -192,6 +201,8 @@ class Run:
             f"{self.total:,} steps in {c.epochs} epochs · {self.parameters / 1e6:.1f} M parameters · "
             f"{str(self.dtype).removeprefix('torch.')} on {self.device}{ranks}"
         )
+        if self.device.type == "cuda" and (reason := attention_refusal(self.drafter.config, self.device, self.dtype)):
+            self.say(f"attention in plain blocks, slower: the flash kernel is not taken, for {reason}")
 
     def _conclude(self) -> dict[str, Any]:
         """Write summary.json and say how it ended."""
@@ -318,8 +329,7 @@ class Run:
     def _update(self, rate: float) -> None:
         """Step with the gradients that are there."""
         for optimiser in self.optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = rate
+            set_rate(optimiser, rate)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         if self.average:

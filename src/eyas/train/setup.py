@@ -8,23 +8,29 @@ import numpy as np
 import torch
 
 from eyas.config import TrainConfig
+from eyas.drafter.mla import MlaSizes
 from eyas.drafter.model import DrafterConfig
 from eyas.errors import EyasError
 from eyas.evaluate.kept import KeptHead
 from eyas.evaluate.offline import VerifierHead
 from eyas.store.reader import Source
 from eyas.train.batches import split_source
-from eyas.verifier import Verifier, VerifierConfig
+from eyas.verifier import MLA, Verifier, VerifierConfig
 from eyas.vocab import DraftVocab
 
 
 def drafter_config(c: TrainConfig, v: VerifierConfig, draft_vocab: int) -> DrafterConfig:
     """The drafter's sizes: the verifier's, but for what the settings name. Raises EyasError for impossible ones."""
     heads, kv_heads, head_dim = c.num_heads or v.num_heads, c.num_kv_heads or v.num_kv_heads, c.head_dim or v.head_dim
+    mla = mla_sizes(c, v)
+    if mla is not None:
+        kv_heads, head_dim = heads, mla.head_dim
     if heads % kv_heads:
         raise EyasError(f"{heads} heads cannot share {kv_heads} key/value heads: set --num-heads and --num-kv-heads")
-    if head_dim % 2:
-        raise EyasError(f"a head size of {head_dim} is odd, which rotary positions do not allow: set --head-dim")
+    turned = mla.qk_rope_head_dim if mla else head_dim
+    if turned % 2:
+        flag = "--qk-rope-head-dim" if mla else "--head-dim"
+        raise EyasError(f"a head size of {turned} is odd, which rotary positions do not allow: set {flag}")
     return DrafterConfig(
         hidden_size=v.hidden_size,
         target_hidden_size=v.hidden_size,
@@ -38,7 +44,26 @@ def drafter_config(c: TrainConfig, v: VerifierConfig, draft_vocab: int) -> Draft
         rope_theta=v.rope_theta,
         rope_scaling=v.rope_scaling,
         max_position_embeddings=v.max_position_embeddings,
+        mla=mla,
     )
+
+
+def mla_sizes(c: TrainConfig, v: VerifierConfig) -> MlaSizes | None:
+    """Sizes of latent attention: the verifier's, but for what the settings name; None for a llama's.
+
+    Raises EyasError for settings of the other kind, and where a size comes from nowhere.
+    """
+    other = ("num_kv_heads", "head_dim") if c.attention == "mla" else MLA
+    if given := [name for name in other if getattr(c, name) is not None]:
+        raise EyasError(
+            f"--{given[0].replace('_', '-')} says nothing of a drafter with --attention {c.attention}: leave it out"
+        )
+    if c.attention == "llama":
+        return None
+    sizes = {name: getattr(c, name) or (v.mla or {}).get(name) for name in MLA}
+    if missing := ["--" + name.replace("_", "-") for name, size in sizes.items() if size is None]:
+        raise EyasError(f"{v.name} has no latent attention to take sizes from: set {', '.join(missing)}")
+    return MlaSizes(**sizes)
 
 
 def aux_layers(source: Source, verifier: Verifier) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from eyas.errors import EyasError
 from eyas.evaluate.run import check_verifier, find_checkpoint
 from eyas.store.reader import Source
 from eyas.train.setup import aux_layers, drafter_config
-from eyas.verifier import Verifier
+from eyas.verifier import MLA, Verifier
 from eyas.vocab import DraftVocab
 from eyas.vocab import load as load_vocab
 
@@ -49,6 +49,7 @@ def make_drafter(
             say(f"starts from the verifier's {', '.join(taken) or 'nothing: the sizes differ'}")
     drafter.lm_head.weight.requires_grad_(not config.freeze_head)
     drafter.midlayer.dropout = drafter.midlayer.mlp.dropout = config.dropout
+    drafter.midlayer.recompute = config.recompute
     return drafter, vocab
 
 
@@ -62,8 +63,11 @@ def _warm(
     H = verifier.config.hidden_size
     if (drafter.config.hidden_size, drafter.config.target_hidden_size) != (H, H):
         raise EyasError(f"{folder} is {drafter.config.hidden_size} wide, {verifier.config.name} {H}: not its drafter")
-    for name in SIZES:
-        asked, has = getattr(config, name), getattr(drafter.config, name)
+    kind = "llama" if drafter.config.mla is None else "mla"
+    if config.attention != kind:
+        raise EyasError(f"{folder} has the attention of kind {kind}, and --init-from keeps it: say --attention {kind}")
+    for name in (*SIZES, *MLA):
+        asked, has = getattr(config, name), getattr(drafter.config, name, getattr(drafter.config.mla, name, None))
         if asked not in (None, has):
             raise EyasError(
                 f"--{name.replace('_', '-')} {asked}: {folder} has {has}, and --init-from keeps the checkpoint's sizes:"

@@ -46,8 +46,8 @@ NAME = re.compile(r"step-(\d+)")
 # paths' contents are compared instead, and the dtype as it was resolved.
 FREE = {
     "verifier_path", "data_dir", "vocab_mapping_dir", "output_dir", "init_from", "num_workers", "device", "dtype",
-    "parallel", "save_every", "keep", "max_minutes", "patience", "trust_remote_code", "cache_gb", "tensorboard",
-    "wandb", "trackio", "metrics_port", "notify", "on_nan", "stage_dir",
+    "parallel", "recompute", "save_every", "keep", "max_minutes", "patience", "trust_remote_code", "cache_gb",
+    "tensorboard", "wandb", "trackio", "metrics_port", "notify", "on_nan", "stage_dir",
 }  # fmt: skip
 
 
