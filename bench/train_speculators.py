@@ -19,14 +19,17 @@ from transformers import LlamaConfig
 STEPS = 3
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ATTENTIONS = ("sdpa", "eager", "simple_flex_attention")
+HEADS = (9, 3, 64)  # of queries, of keys and values, and their size
 
 
-def build(batch: dict[str, torch.Tensor], attention: str) -> Eagle3DraftModel:
+def build(batch: dict[str, torch.Tensor], attention: str, heads: tuple[int, int, int] = HEADS) -> Eagle3DraftModel:
     """Its model with the batch's weights."""
     V, H = batch["embedding"].shape
+    inner = len(batch["drafter.midlayer.mlp.gate_proj.weight"])
     layer = LlamaConfig(
-        hidden_size=H, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64, vocab_size=V,
-        num_hidden_layers=1, rms_norm_eps=1e-5, max_position_embeddings=4096, rope_theta=10_000.0,
+        hidden_size=H, intermediate_size=inner, num_attention_heads=heads[0], num_key_value_heads=heads[1],
+        head_dim=heads[2], vocab_size=V, num_hidden_layers=1,
+        rms_norm_eps=1e-5, max_position_embeddings=4096, rope_theta=10_000.0,
         attention_bias=False, mlp_bias=False, attn_implementation=attention,
     )  # fmt: skip
     Vd = len(batch["verifier_head"])
@@ -74,14 +77,22 @@ def arguments(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, A
 class Trainer:
     """Its trainer's step (`Trainer.train_epoch`), without its logging."""
 
-    def __init__(self, batch: dict[str, torch.Tensor], dtype: str, attention: str) -> None:
-        self.dtype = DTYPES[dtype]
-        self.model = build(batch, attention)
-        self.batch = arguments(batch, self.dtype)
+    def __init__(
+        self,
+        batch: dict[str, torch.Tensor],
+        dtype: str,
+        attention: str,
+        heads: tuple[int, int, int] = HEADS,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.dtype, self.device = DTYPES[dtype], torch.device(device)
+        self.model = build(batch, attention, heads).to(self.device)
+        given = arguments(batch, self.dtype)
+        self.batch = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         self.optimiser = torch.optim.AdamW(self.model.named_parameters(), lr=1e-4, weight_decay=0.0)
 
     def loss(self) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != torch.float32):
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             return self.model(**self.batch)[1]
 
     def step(self) -> float:
