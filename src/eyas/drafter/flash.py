@@ -80,8 +80,8 @@ def attend_flash(x: Inputs) -> tuple[Tensor, list[Tensor]]:
     n, _, d = x.query.shape
     width = x.value.shape[2]
     query = _spread(x.query.transpose(0, 1), layout)  # [S, n, d]
-    out = query.new_zeros(layout.length, n, width)
-    lse = wide(query.new_empty(0)).new_full((n, layout.length), -torch.inf)
+    none = wide(query.new_empty(0))
+    out, lse = none.new_zeros(layout.length, n, width), none.new_full((n, layout.length), -torch.inf)
     for part in layout.parts:
         keys, values = _taken(x.key, part.keys, group), F.pad(_taken(x.value, part.keys, group), (0, d - width))
         one, its = _forward(_rows(query, part.spans), keys, values, part)
@@ -89,16 +89,17 @@ def attend_flash(x: Inputs) -> tuple[Tensor, list[Tensor]]:
         total = torch.logaddexp(lse[:, rows], its)
         share = [(y - total).exp().T[..., None] for y in (lse[:, rows], its)]  # [s, n, 1]
         lse[:, rows] = total
-        out[rows] = (wide(out[rows]) * share[0] + wide(one[..., :width]) * share[1]).to(out.dtype)
+        out[rows] = out[rows] * share[0] + one[..., :width] * share[1]
 
-    causal, causal_lse = wide(out[layout.where]), lse[:, layout.where]  # [Q, n, v], [n, Q]
+    causal, causal_lse = out[layout.where], lse[:, layout.where]  # [Q, n, v], [n, Q]
     own = _own_scores(x, group)  # [k, n, Q]
     total = torch.logsumexp(torch.cat([causal_lse[None], own]), dim=0)  # [n, Q]
     merged = causal * (causal_lse - total).exp().T[..., None]
     for score, value in zip(own, x.own_values, strict=True):
         merged += (score - total).exp().T[..., None] * value.repeat_interleave(group, dim=0).transpose(0, 1)
-    out[layout.where], lse[:, layout.where] = merged.to(out.dtype), total
-    return out[layout.where].transpose(0, 1).contiguous(), [out, lse]
+    out[layout.where], lse[:, layout.where] = merged, total
+    kept = out.to(query.dtype)
+    return kept[layout.where].transpose(0, 1).contiguous(), [kept, lse]
 
 
 def attend_flash_backward(
