@@ -105,7 +105,7 @@ def mla(verifier: Path) -> tuple[Config, Tensors]:
     tensors |= {f"midlayer.self_attn.{n}.weight": trained(shape, g) for n, shape in shapes.items()}
     tensors["lm_head.weight"] = load_file(verifier / "model.safetensors")["lm_head.weight"] + 0.01
     config |= {
-        "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v3", "draft_vocab_size": V,
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "draft_vocab_size": V,
         "q_lora_rank": q_lora, "kv_lora_rank": kv_lora, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope,
         "v_head_dim": value,
     }  # fmt: skip

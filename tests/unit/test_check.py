@@ -294,6 +294,7 @@ FAULTS = [
     Fault("no torch_dtype", without("torch_dtype"), "dtype-missing", "takes float32 or its own default", "whole", code=1),
     Fault("other activation", config(hidden_act="gelu"), "activation", "SwiGLU", None),
     Fault("MLA under llama's name", config(architectures=["LlamaForCausalLMEagle3"]), "architecture", "makes a drafter of the llama kind and leaves it random", "whole", form="mla"),
+    Fault("MLA of DeepSeek-V3's type", config(model_type="deepseek_v3"), "model-type", "takes it for DeepSeek's multi-token prediction", "whole", form="mla"),
     Fault("MLA drafter without head", without("lm_head.weight"), "head-missing", "SGLang 0.5.23, 0.5.14 leaves it random", "clean", form="mla"),
     Fault("speculators without norm_before_residual", without("norm_before_residual"), "norm-before-residual-unsaid", "vLLM takes it as true", None, form="speculators"),
 ]  # fmt: skip

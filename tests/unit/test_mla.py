@@ -225,7 +225,7 @@ def test_the_checkpoint_has_the_names_shapes_and_keys_that_engines_load(tmp_path
     for name, shape in shapes.items():
         assert tuple(tensors[f"midlayer.self_attn.{name}.weight"].shape) == shape, name
     told = json.loads((tmp_path / "c" / "config.json").read_text())
-    assert told["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and told["model_type"] == "deepseek_v3"
+    assert told["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and told["model_type"] == "deepseek_v2"
     sizes = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
     assert {k: told[k] for k in sizes} == sizes
     assert "head_dim" not in told and told["num_key_value_heads"] == 4 and told["num_hidden_layers"] == 1

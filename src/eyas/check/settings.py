@@ -64,6 +64,14 @@ def architecture(s: Subject) -> Iterator[Finding]:
             "engines stop: transformers does not know which config this is",
             f"sets model_type to {model_type}",
         )
+    elif taken := [x for x in s.loadings if s.config["model_type"] in x.engine.mtp_types]:
+        yield Finding(
+            "model-type",
+            any(x.engine.current for x in taken),
+            f"model_type is {s.config['model_type']}",
+            f"{titles(taken)} takes it for DeepSeek's multi-token prediction, whatever the architecture, and stops",
+            f"sets model_type to {model_type}",
+        )
 
 
 def helped_by_name(lost: list[Loading], other: list[Loading], name: str) -> bool:

@@ -87,11 +87,14 @@ VLLM = {
     "Eagle3DeepseekV3ForCausalLM": "mla",
 }
 VLLM |= {name.removeprefix("Eagle3"): kind for name, kind in VLLM.items() if name.startswith("Eagle3")}
-# The architecture that the contract gives a kind of drafter, and a model_type that goes with it.
+# vLLM takes these for DeepSeek's own multi-token prediction, whatever architecture a drafter names.
+VLLM_MTP_TYPES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+# The architecture that the contract gives a kind of drafter, and a model_type that goes with it. Of DeepSeek's types v2
+# is the one that vLLM 0.32 both leaves alone and knows for latent attention (tried; transformers reads the same keys).
 CONTRACT_ARCHITECTURE = {
     "llama": ("LlamaForCausalLMEagle3", "llama"),
     "qwen3": ("Eagle3Qwen3ForCausalLM", "qwen3"),
-    "mla": ("Eagle3DeepseekV2ForCausalLM", "deepseek_v3"),
+    "mla": ("Eagle3DeepseekV2ForCausalLM", "deepseek_v2"),
 }
 
 # SGLang reads a list that starts with 1 as k - 1 in these families, and any other list as k.
@@ -114,7 +117,8 @@ class Engine:
     map_of_all: whether it takes a d2t beside a whole vocabulary. top_level_ids: whether it reads the list of layers at
     the top of config.json (HF indices); eagle_config_ids: the unit in which it reads the list in `eagle_config`,
     "sglang", "hf", or None for not at all; first_is_one, last_is_count: the families with a unit of their own.
-    speculators_form: whether it reads speculators' config.json.
+    speculators_form: whether it reads speculators' config.json. mtp_types: values of model_type that it takes for
+    another kind of drafter.
     """
 
     name: str
@@ -135,6 +139,7 @@ class Engine:
     first_is_one: tuple[str, ...]
     last_is_count: tuple[str, ...]
     speculators_form: bool
+    mtp_types: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -188,6 +193,7 @@ VLLM_V2 = Engine(
     first_is_one=(),
     last_is_count=(),
     speculators_form=True,
+    mtp_types=VLLM_MTP_TYPES,
 )
 ENGINES = (
     SGLANG,
@@ -225,10 +231,10 @@ def written_by(config: dict[str, Any], pickled: bool) -> str:
         return f"speculators {config.get('speculators_version', '')}".strip()
     if isinstance(eagle, dict) and {"use_last_layernorm", "use_input_layernorm_in_first_layer"} & set(eagle):
         return "ModelOpt"
-    if str(config.get("model_type", "")).startswith(("deepseek", "kimi")):
-        return "TorchSpec or another trainer of MLA drafters"
     if "norm_before_residual" in config and "rope_parameters" in config and "mlp_bias" in config:
         return "eyas or in its form"
+    if str(config.get("model_type", "")).startswith(("deepseek", "kimi")):
+        return "TorchSpec or another trainer of MLA drafters"
     if pickled or config.get("architectures") == ["LlamaForCausalLM"]:
         return "the EAGLE reference or a trainer like it"
     return "SpecForge or a trainer like it"

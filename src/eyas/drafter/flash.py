@@ -140,8 +140,8 @@ def attend_flash_backward(
         weight = (score - total).exp()
         d_score = (weight * ((wide(grad) * wide(value)).sum(-1) - along)).to(grad.dtype)[..., None]
         asked += d_score * key
-        d_own_keys[i] += (d_score * x.query).unflatten(0, (-1, group)).sum(1)
-        d_own_values[i] += (weight.to(grad.dtype)[..., None] * grad).unflatten(0, (-1, group)).sum(1)
+        for into, share in ((d_own_keys[i], d_score * x.query), (d_own_values[i], weight[..., None].to(grad) * grad)):
+            into += share.view(len(into), group, *into.shape[1:]).sum(1)
     return asked
 
 
@@ -187,10 +187,10 @@ def _difference(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: 
         (attend_flash, attend_flash_backward),
     ):
         out, kept = forward(x)
-        by = [torch.zeros_like(x.key).mT.contiguous(), torch.zeros_like(x.value).mT.contiguous()]
+        d_key, d_value = (torch.zeros_like(y).mT.contiguous() for y in (x.key, x.value))
         own = [torch.zeros_like(x.own_keys[0]), torch.zeros_like(x.own_values[0])]
-        query = backward(x, kept, grad, *by, own[:1], own[1:])
-        found.append([y.double() for y in (out, query, *by, *own)])
+        d_query = backward(x, kept, grad, d_key, d_value, own[:1], own[1:])
+        found.append([y.double() for y in (out, d_query, d_key, d_value, *own)])
     return max(float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True))
 
 
@@ -245,8 +245,9 @@ def _taken(y: Tensor, ranges: list[tuple[int, int]], group: int) -> Tensor:
 def _give(into: Tensor, gradient: Tensor, ranges: list[tuple[int, int]]) -> None:
     """Add the gradient [t, n, e] of what `_taken` took to `into` [m, e, T]."""
     m = len(into)
-    summed = gradient.unflatten(1, (m, -1)).sum(2).permute(1, 2, 0)  # [m, e, t]
-    for (start, stop), piece in zip(ranges, summed.split([b - a for a, b in ranges], dim=2), strict=True):
+    t, n, e = gradient.shape
+    summed = gradient.view(t, m, n // m, e).sum(2).permute(1, 2, 0)  # [m, e, t]
+    for (start, stop), piece in zip(ranges, torch.split(summed, [b - a for a, b in ranges], dim=2), strict=True):
         into[..., start:stop] += piece
 
 
@@ -292,7 +293,7 @@ def _backward(
         *(_documents(y, part.spans) for y in (grad, query)),
         *(_documents(y, part.keys) for y in (key, value)),
         _documents(out, part.spans),
-        [row[None] for row in lse.split([b - a for a, b in part.spans], dim=1)],
+        [row[None] for row in torch.split(lse, [b - a for a, b in part.spans], dim=1)],
     )
     found = [
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*each, 0.0, part.causal, scale=1.0)
@@ -304,7 +305,7 @@ def _backward(
 
 def _documents(y: Tensor, ranges: list[tuple[int, int]]) -> list[Tensor]:
     """Rows [s, n, e] by document, as torch's kernel for CPUs takes them, [1, n, rows, e]."""
-    return [rows.transpose(0, 1)[None] for rows in y.split([b - a for a, b in ranges])]
+    return [rows.transpose(0, 1)[None] for rows in torch.split(y, [b - a for a, b in ranges])]
 
 
 def _lengths(part: Part, device: torch.device) -> tuple[Tensor, Tensor, int, int]:

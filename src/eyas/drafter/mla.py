@@ -110,7 +110,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of neighbouring numbers. x: [R, heads, rope]; cos, sin: [R, 1, rope], two halves that agree."""
     half = x.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
-    a, b = x.unflatten(-1, (half, 2)).unbind(-1)
+    a, b = x.view(*x.shape[:-1], half, 2).unbind(-1)
     return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
 
 

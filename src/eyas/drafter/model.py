@@ -69,7 +69,7 @@ class Attention(nn.Module):
     def project(self, mixed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [R, n, d], keys and values [R, m, d] of attention inputs [R, 2H]; cos, sin: [R, 1, d]."""
         query, key, value = (
-            p(mixed).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
+            p(mixed).view(len(mixed), -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 

@@ -108,7 +108,7 @@ class EagleDraft:
         flat = hidden.reshape(B * q, -1)
         mixed = layer.mix(d.embed(tokens.reshape(-1), self.dtype), flat)
         cos, sin = d.rotary(position.reshape(-1), self.dtype)
-        query, key, value = (x.unflatten(0, (B, q)) for x in attention.project(mixed, cos, sin))  # [B, q, heads, d]
+        query, key, value = (x.view(B, q, *x.shape[1:]) for x in attention.project(mixed, cos, sin))  # [B, q, heads, d]
         past = 0
         if self.keys is not None and self.values is not None and self.valid is not None:
             past = self.keys.shape[1]

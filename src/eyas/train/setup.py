@@ -60,8 +60,8 @@ def mla_sizes(c: TrainConfig, v: VerifierConfig) -> MlaSizes | None:
         )
     if c.attention == "llama":
         return None
-    sizes = {name: getattr(c, name) or (v.mla or {}).get(name) for name in MLA}
-    if missing := ["--" + name.replace("_", "-") for name, size in sizes.items() if size is None]:
+    sizes: dict[str, int] = {name: getattr(c, name) or (v.mla or {}).get(name, 0) for name in MLA}
+    if missing := ["--" + name.replace("_", "-") for name, size in sizes.items() if not size]:
         raise EyasError(f"{v.name} has no latent attention to take sizes from: set {', '.join(missing)}")
     return MlaSizes(**sizes)
 
