@@ -141,8 +141,8 @@ def main() -> None:
                 f"{name:<44}{found['tokens_per_s']:>10,.0f}{found['gflop_per_s']:>10,.0f}{found['mib']:>8,.0f}",
                 flush=True,
             )
-        OUT.parent.mkdir(parents=True, exist_ok=True)
-        OUT.write_text(json.dumps(results, indent=1))
+            OUT.parent.mkdir(parents=True, exist_ok=True)
+            OUT.write_text(json.dumps(results, indent=1))  # after every row: some take minutes
     draw(results)
 
 
