@@ -134,7 +134,11 @@ class Record:
         if self._live:
             self._live.start()
         if self._make:
-            self.open()
+            try:
+                self.open()
+            except EyasError as e:  # who goes on without a record is watched no more
+                self._error(e)
+                raise
         return self
 
     def open(self) -> None:

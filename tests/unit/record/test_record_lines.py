@@ -12,12 +12,13 @@ import pytest
 from rich.console import Console
 
 from eyas.errors import EyasError
-from eyas.record import events
+from eyas.record import events, look
 from eyas.record import phases as phases_module
 from eyas.record import record as record_module
 from eyas.record.console import Live, step_line
 from eyas.record.record import Record
 from eyas.record.words import clock, phase_words
+from eyas.why.waits import classify
 
 
 class Clock:
@@ -224,3 +225,24 @@ def test_a_loop_that_tells_of_steps_alone_does_not_start_for_ever(clock_: Clock)
     rec.enter("validating")
     rec.step(loss=1.0)
     assert rec.doing == "validating", "what the loop says it does stays"
+
+
+def test_a_directory_that_cannot_be_made_leaves_nothing_running(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said: list[str] = []
+    rec = Record(tmp_path / "file" / "run", say=said.append, make=True)
+    with pytest.raises(EyasError, match="cannot make the run directory"):
+        rec.__enter__()
+    assert rec._sidecar is not None and rec._sidecar.poll() == 0
+    assert rec._stop.is_set() and rec.beat.path is not None and not rec.beat.path.exists()
+
+
+def test_a_process_without_a_cpu_is_not_said_to_hold_the_gil() -> None:
+    def main_thread(cpu: float) -> look.Process:
+        return look.Process("R", cpu, {7: ("python", classify("R", None, None))})
+
+    def said(cpu: float) -> str:
+        return look.words(7, main_thread(10.0), main_thread(10.0 + cpu), 10.0, python_idle=8.0)
+
+    assert said(0.3) == "no Python code has run for 8 s; the main thread waits for a CPU, of which it got 3%"
+    assert said(9.9) == "no Python code has run for 8 s: something holds the GIL; the main thread is on the CPU"
