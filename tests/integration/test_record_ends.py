@@ -17,7 +17,7 @@ import pytest
 from recorded import end_all, gone, start, why
 
 import eyas
-from eyas.record import beat
+from eyas.record import beat, events
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "run-directory.md"
 
@@ -284,3 +284,79 @@ def test_a_long_compilation_is_called_one_and_no_stall(tmp_path: Path) -> None:
     assert toy.events("stall") == [], "its limit is half an hour"
     answer = why(toy.process.pid)
     assert (answer["verdict"], answer["beat"]["phase"]) == ("quiet.compiling", "compiling"), answer["sentence"]
+
+
+@pytest.mark.parametrize("leaves", ["sys.exit(3)", "raise ValueError('of the child')"])
+def test_a_forked_child_that_leaves_the_block_does_not_end_the_run(tmp_path: Path, leaves: str) -> None:
+    toy = start(tmp_path / "run", f"if os.fork() == 0:\n    {leaves}\nos.wait()\ntime.sleep(1.5)", steps=60)
+    assert toy.ended() == 0
+    (end,) = toy.events("end")
+    assert (end["how"], end["step"]) == ("done", 60)
+    assert toy.events("warning") == [] and not (toy.folder / "error.txt").exists()
+    assert beat.read(toy.folder / "beat")["state"] == "ended"
+
+
+def test_no_way_on_is_told_before_there_is_a_run_directory(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from eyas.record.record import Record\n"
+        "with Record(Path(sys.argv[1]), 'toy', resume='toy --resume') as rec:\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+    said = process.communicate(timeout=30)[0].splitlines()  # until the side process too has ended
+    how = f"toy (PID {process.pid}) was killed by SIGKILL, at before the first step in starting"
+    assert said[-1] == f"the end: {how}" and not (tmp_path / "run").exists()
+
+
+def test_a_closed_standard_output_takes_no_file_of_the_run(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time, eyas.record\n"
+        "with eyas.record.run(sys.argv[1], total_steps=2) as rec:\n"
+        "    time.sleep(0.5)\n"
+        "    side = f'/proc/{rec._sidecar.pid}/fd/1'\n"
+        "    print(os.readlink('/proc/self/fd/1'), os.readlink(side), file=sys.stderr)\n"
+        "    rec.step(loss=1.0)\n"
+    )
+    shell = f'exec {sys.executable} -c "$1" "$2" >&-'
+    done = subprocess.run(["sh", "-c", shell, "sh", program, tmp_path / "run"], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and done.stderr.split() == ["/dev/null", "/dev/null"]
+    assert "step 1/2" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_of_a_job_the_rank_that_failed_first_is_told(tmp_path: Path) -> None:
+    toy = start(tmp_path / "run", "os.kill(os.getpid(), signal.SIGKILL)", env={"RANK": "0", "WORLD_SIZE": "2"})
+    toy.ended()
+    toy.until(lambda: not (toy.folder / "beat").is_symlink(), 10)
+    (mine,) = toy.events("end")
+    text = "rank 1: the end: toy (PID 7) was killed by SIGKILL by the kernel's out-of-memory killer"
+    first = events.line("end", 1, how="vanished", status=9, oom=True, step=29, text=text)
+    first = first.replace(b'"time": ', b'"time": %f, "was": ' % (mine["time"] - 0.01))
+    with (toy.folder / "events.jsonl").open("ab") as file:
+        file.write(first)
+    for _ in range(2):  # from the beat, and from the files of a copy without one
+        answer = why(toy.folder)
+        assert answer["verdict"] == "failed.oom-killed"
+        assert text.removeprefix("rank 1: ") in answer["sentence"] and "rank 1 failed first" in answer["sentence"]
+        (toy.folder / "beat").unlink(missing_ok=True)
+
+
+def test_a_run_in_a_pid_namespace_of_its_own_is_known_from_outside(tmp_path: Path) -> None:
+    inside = ["unshare", "-pf", "--mount-proc"]
+    if subprocess.run([*inside, "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("no PID namespaces here")
+    program = "import sys, time, eyas.record\nwith eyas.record.run(sys.argv[1]) as rec:\n    " + (
+        "for i in range(3000):\n        rec.step(loss=1.0); time.sleep(0.01)\n"
+    )
+    process = subprocess.Popen([*inside, "--kill-child", sys.executable, "-c", program, tmp_path / "run"])
+    try:
+        until = time.monotonic() + 30
+        while not (tmp_path / "run" / "beat").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(0.3)
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        answer = why(tmp_path / "run")
+        assert answer["verdict"] == "healthy.training" and answer["beat"]["agrees"], answer["beat"]
+        assert beat.read(tmp_path / "run" / "beat")["pid"] == 1 and answer["target"]["pid"] == int(child)
+    finally:
+        process.kill()
+        process.wait()

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from recorded import end_all, start
 
+from eyas.record.sinks import __main__ as sinks
 from eyas.record.sinks.scalars import scalars
 
 BODY = 'rec.validation({"loss": 1.5, "accept_length": 1.3}, "validation")'
@@ -152,3 +153,26 @@ def test_a_tracker_that_fails_is_told_of_once_and_stops_nothing(tmp_path: Path, 
     (line,) = [line for line in toy.lines() if "wandb" in line]
     assert line.startswith(f"warning: {said}") and line.endswith("; the run goes on without it")
     assert toy.events("end")[0]["how"] == "done"
+
+
+def test_a_sink_that_was_slow_and_then_fails_is_told_of_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    goes_on = threading.Event()
+
+    class Sink:
+        def event(self, _e: dict[str, Any]) -> None:
+            goes_on.wait(10)
+            raise ConnectionError("gone")
+
+    monkeypatch.setattr(sinks, "make", lambda _spec, _folder: Sink())
+    monkeypatch.setattr(sinks, "SLOW", 0.0)
+    feed = sinks.Feed("notify=json://host", tmp_path, said.append)
+    feed.put({"event": "end"})
+    while not said:
+        feed.check()
+    goes_on.set()
+    feed.thread.join(10)
+    assert said == [
+        "notify has not answered for 0 s; the run does not wait for it",
+        "notify failed: ConnectionError: gone; the run goes on without it",
+    ]

@@ -16,11 +16,16 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = "eyas.events/1"
+FAILED = ("error", "vanished")
 
 
-def line(event: str, rank: int = 0, **fields: Any) -> bytes:
-    """One event as a line. Numbers that JSON does not have become words ("nan")."""
-    given = {"time": round(time.time(), 3), "event": event, "rank": rank, **fields}
+def line(event: str, rank: int = 0, /, **fields: Any) -> bytes:
+    """One event as a line. Numbers that JSON does not have become words ("nan").
+
+    A field with one of the names that every event has gets an underscore behind it: fields of other people's loops.
+    """
+    given = {"time": round(time.time(), 3), "event": event, "rank": rank}
+    given |= {f"{name}_" if name in given else name: value for name, value in fields.items()}
     return (json.dumps(_plain(given), ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
 
 
@@ -78,3 +83,22 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(event, dict):
                 yield event
+
+
+def first_failure(path: Path, since: float) -> dict[str, Any] | None:
+    """The first end of a rank that failed after `since` (as `time`) and did not only follow another's; None without.
+
+    Raises OSError when the file cannot be read.
+    """
+    failed = [
+        e
+        for e in read(path)
+        if e.get("event") == "end" and e.get("time", 0) >= since and e.get("how") in FAILED and not e.get("follows")
+    ]
+    return min(failed, key=lambda e: e["time"], default=None)
+
+
+def first_words(first: dict[str, Any]) -> str:
+    """The line about the rank that failed first, of its end."""
+    who = f"rank {first['rank']}"
+    return f"{who} failed first: {str(first.get('text')).removeprefix(f'{who}: ')}"

@@ -71,6 +71,9 @@ def words(pid: int, before: Process, now: Process, seconds: float, python_idle: 
         who = "the main thread" if wait is main[1] else f"thread {name}"
         more = f" and {len(storage) - 1} more" if len(storage) > 1 else ""
         return f"{who}{more} is {wait.words}" if not more else f"{who}{more} are {wait.words}"
+    if python_idle > 4 and main[1].family == "run" and busy < 0.5:
+        starved = f"the main thread waits for a CPU, of which it got {busy:.0%}"
+        return f"no Python code has run for {python_idle:.0f} s; {starved}"
     if python_idle > 4:
         where = "on the CPU" if main[1].family == "run" else main[1].words
         return f"no Python code has run for {python_idle:.0f} s: something holds the GIL; the main thread is {where}"

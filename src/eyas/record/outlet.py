@@ -97,6 +97,16 @@ def write_all(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
+def hold_standard_descriptors() -> None:
+    """Open 0, 1 and 2 on /dev/null where they are closed (`>&-`, some daemons): else the next file that is opened gets
+    the number, and what a library or a child process says on standard output is written into it."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+
+
 def stamped(text: str) -> bytes:
     """A line of log.txt: local time, then the text."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode(errors="replace")

@@ -29,7 +29,6 @@ WINDOW, STEPS, WINDOWS = 4.0, 2, 2  # a rank is slow in WINDOWS windows in a row
 SLOW, SHARE = 1.5, 0.1  # times slower than the others, and so much of their time lost by it
 OWN = ("waiting for data", "copying", "forward")  # what each rank does at its own speed
 STEP = ("waiting for data", "copying", "waiting for ranks", "forward", "backward", "optimiser")  # in this order
-FAILED = ("error", "vanished")
 
 
 class Ranks:
@@ -158,20 +157,13 @@ class Ranks:
 
         An end that only followed from another rank's (`follows`) is never the first.
         """
-        failed = []
+        first = None
         if self.folder is not None:
             with contextlib.suppress(OSError):
-                failed = [e for e in events.read(self.folder / "events.jsonl") if e.get("event") == "end"]
-        failed = [
-            e
-            for e in failed
-            if e.get("time", 0) >= mine["started_wall"] and e.get("how") in FAILED and not e.get("follows")
-        ]
-        first = min(failed, key=lambda e: e["time"], default=None)
+                first = events.first_failure(self.folder / "events.jsonl", mine["started_wall"])
         if first is None or first.get("rank") == self.rank:
             return ""
-        who = f"rank {first['rank']}"
-        return f"{who} failed first: {str(first.get('text')).removeprefix(f'{who}: ')}"
+        return events.first_words(first)
 
     def someone_else(self) -> bool:
         """Whether a rank of this host has ended badly, or is gone, so that its last word will come."""

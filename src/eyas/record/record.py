@@ -31,7 +31,7 @@ from eyas.record.beside import Stacks, link, runs_there, start_sidecar, start_si
 from eyas.record.console import Live, Say, on_terminal, step_line
 from eyas.record.console import say as to_stdout
 from eyas.record.figures import Meter, resident
-from eyas.record.outlet import Outlet, name_thread
+from eyas.record.outlet import Outlet, hold_standard_descriptors, name_thread
 from eyas.record.phases import GpuClock, LateValues, Phases, Scope
 from eyas.record.voice import Voice
 from eyas.record.words import step_words
@@ -45,6 +45,7 @@ _NOW, _STEP, _TOKENS, _BYTES, _LOSS = layout.NOW, layout.STEP, layout.TOKENS, la
 _MOVED = struct.Struct("@qqq")  # MOVED, PART, PARTS
 _COMPUTING = layout.FIXED_PHASES.index("computing")
 _WAITING = layout.FIXED_PHASES.index("waiting for data")
+_STARTING = layout.FIXED_PHASES.index("starting")
 
 
 class Record:
@@ -78,6 +79,8 @@ class Record:
         self.total, self.steps, self.tokens, self.nbytes = total, 0, 0, 0
         self.latest: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self._own_say, self._limits, self._sinks, self._make = say, limits or {}, list(sinks), make
+        if folder is not None:
+            hold_standard_descriptors()
         path = (layout.shm_path(self.rank) or _other_place(self.rank)) if folder is not None else None
         self.beat = Beat(str(folder.absolute()) if folder else name, self.rank, self.world, total, path, unit)
         self.unit = unit
@@ -104,13 +107,20 @@ class Record:
         self._sink_process: subprocess.Popen[bytes] | None = None
         self._stop = threading.Event()
         self._stacks: Stacks | None = None
+        self._pid = os.getpid()
+        self._bare = True  # a loop that tells of steps alone, and not what it waits for
         self._ended = False
         self._stopped = ""
 
     # -- the life of a run ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Start what watches. Call it before anything heavy is imported: the first line then stands at once."""
+        """Start what watches. Call it before anything heavy is imported: the first line then stands at once.
+
+        Raises EyasError when it has recorded a run already.
+        """
+        if self._ended:
+            raise EyasError(f"the recorder of {self.folder or self.name} has ended: make a new one for another run")
         if self.folder is None:
             return self
         if self.rank == 0 and self._own_say is None and on_terminal():
@@ -124,7 +134,11 @@ class Record:
         if self._live:
             self._live.start()
         if self._make:
-            self.open()
+            try:
+                self.open()
+            except EyasError as e:  # who goes on without a record is watched no more
+                self._error(e)
+                raise
         return self
 
     def open(self) -> None:
@@ -159,6 +173,8 @@ class Record:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         """Say how it ended, and stop what watches. An exception goes on to the caller."""
+        if os.getpid() != self._pid:  # a child that was forked in the block leaves it: the run is its parent's
+            return
         if kind is None and self._stopped:
             self.end("stopped", layout.INTERRUPTED, self._end_line(self._stopped), said=True)
         elif kind is None:
@@ -225,7 +241,8 @@ class Record:
             gpu_busy=round(self.gpu.busy, 3) if self.gpu else None,
             **({"follows": True} if follows else {}),
         )
-        if self._live:
+        if self._live and self._voice is not None:
+            self._voice.shown(1.0)  # a line that is still being said would bring the display back
             self._live.stop()
         if self._voice is not None:
             if text and said:
@@ -276,7 +293,7 @@ class Record:
         A loader may have `nbytes` (read so far), `ready` (batches that wait to be taken) and `reading` (what the batch
         waited for consists of; name_of turns one of them into a name): they are shown while it is waited for.
         """
-        self._loader, self._name_of = loader, name_of
+        self._loader, self._name_of, self._bare = loader, name_of, False
         counts, base = hasattr(loader, "nbytes"), self.nbytes
         switch, batches, after = self.phases.switch, iter(loader), self.phases.number(then)
         try:
@@ -344,6 +361,8 @@ class Record:
         if self.gpu is not None:
             self.gpu.end()
             self.gpu.begin()
+        if self._bare and self.phases.now in (_STARTING, _COMPUTING):
+            self.phases.switch(_COMPUTING)  # anew with each step, so that one that hangs is longer than the others
         if now >= self._check or n == self._begin_step + 1 or n == self.total:
             self._look(now, n, loss, figures)
         self._stepped = now
@@ -424,8 +443,8 @@ class Record:
         self.event("warning", step=self.steps, text=text)
         self.line(f"warning: {text}", matters=True)
 
-    def event(self, kind: str, **fields: Any) -> None:
-        """One line of events.jsonl."""
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """One line of events.jsonl. A field called `time`, `event` or `rank` gets an underscore behind its name."""
         if self._voice is not None:
             self._voice.event(kind, **fields)
 
@@ -485,7 +504,10 @@ class Record:
         speed = self._speed(self._event_meter)
         self.latest = (given, speed)
         if self._voice is not None:
-            self.event("step", step=n, **given, **{k: v for k, v in speed.items() if v is not None})
+            measured = {k: v for k, v in speed.items() if v is not None}
+            self.event(
+                "step", **{**measured, **given, "step": n}
+            )  # who calls a figure like one of ours knows it better
 
     def _step_line(self, n: int, loss: Any, figures: dict[str, Any]) -> None:
         given: dict[str, Any] = figures if loss is None else {"loss": loss, **figures}

@@ -254,7 +254,8 @@ class Sidecar:
         text += f"; {fatal}" if fatal else ""
         if self.given["world"] > 1:
             text = f"rank {b['rank']}: {text}"
-        text += f" · to go on: {self.given['resume']}" if self.given["resume"] else ""
+        if self.given["resume"] and self.slots[beat.RUN_OPEN]:  # before, there is nothing that could go on
+            text += f" · to go on: {self.given['resume']}"
         self.slots[beat.STATE], self.slots[beat.EXIT] = beat.FAILED, -1 if status is None else status
         self.say(text)
         self.event(

@@ -49,10 +49,14 @@ class Voice:
         put = self._log.put if self._log is not None else self._early[0].append
         put(stamped(text))
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: str, /, **fields: Any) -> None:
         """In events.jsonl."""
         put = self._events.put if self._events is not None else self._early[1].append
         put(events.line(kind, self.rank, **fields))
+
+    def shown(self, seconds: float) -> bool:
+        """Wait until everything is on standard output, at most this long; whether it is."""
+        return self._out.flush(seconds)
 
     def close(self, seconds: float) -> None:
         """Write what is left, at most so long in all."""

@@ -100,24 +100,39 @@ def find(target: Target) -> str | None:
     return None
 
 
+def pid_here(b: dict[str, Any]) -> int:
+    """The PID that a beat's process has on this side: another one where it runs in a container; its own if unknown."""
+    pid, start = int(b["pid"]), b["starttime"]
+    if beat.starttime(pid) == start:
+        return pid
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit() and start and beat.starttime(name) == start:
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{name}/status").read_text(errors="replace")
+                inside = re.search(r"^NSpid:.*\s(\d+)$", status, re.M)
+                if inside is not None and int(inside.group(1)) == pid:
+                    return int(name)
+    return pid
+
+
 def _runs(path: Path) -> bool:
     """Whether the process that writes this beat lives and has not ended its run."""
     try:
         b = beat.read(path)
     except (OSError, ValueError):
         return False
-    return bool(b["state"] == "running" and beat.starttime(b["pid"]) == b["starttime"])
+    return bool(b["state"] == "running" and beat.starttime(pid_here(b)) == b["starttime"])
 
 
 def see(path: str) -> Seen | None:
     """Look twice; None when there is no beat that this version reads."""
     try:
         first = beat.read(path)
-        pid = first["pid"]
+        pid = first["pid"] = pid_here(first) if first["state"] == "running" else first["pid"]
         before, read = look(pid), read_bytes(pid)
         if first["state"] == "running":
             time.sleep(SPAN)
-        b = beat.read(path)
+        b = {**beat.read(path), "pid": pid}
     except (OSError, ValueError):
         return None
     process = look(pid)
@@ -193,7 +208,7 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
     seconds, eta = _seconds_per_step(b), None
     if seconds and b["total"]:
         eta = round(seconds * (b["total"] - b["step"]))
-    wall = time.time()
+    wall, whole = time.time(), b["pid"] if s.alive else b["run"]
     evidence = [
         _item("beat", wall, f"the beat says {s.words}", s.path),
         _item("/proc", wall, f"PID {b['pid']} is that process, {s.cpu:.0%} CPU, its main thread {doing}" if s.alive else
@@ -238,7 +253,7 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
         "data": None,
         "silence": {"reason": "not-silent", "sentence": "An eyas run says a line at least every ten seconds.",
                     "evidence": [], "expected_in_s": None},
-        "next": [f"tail -n 3 {Path(b['run']) / 'log.txt'}", f"The whole look: eyas why {b['pid']} --look"],
+        "next": [f"tail -n 3 {Path(b['run']) / 'log.txt'}", f"The whole look: eyas why {whole} --look"],
         "do_not": [],
         "not_visible": [],
         "beat": as_json(s),
@@ -246,9 +261,12 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
 
 
 def _end(b: dict[str, Any]) -> dict[str, Any] | None:
-    """The last event of a run that is over, if its events say how it ended."""
+    """The last event of a run that is over, if its events say how it ended: of several ranks, of the one that failed
+    first."""
     last = None
     with contextlib.suppress(OSError):
+        if b["world"] > 1 and (first := events.first_failure(Path(b["run"]) / "events.jsonl", b["started_wall"])):
+            return first if first["rank"] == b["rank"] else {**first, "text": events.first_words(first)}
         for e in events.read(Path(b["run"]) / "events.jsonl"):
             last = e if e.get("event") == "end" and e.get("rank") == b["rank"] else last
     return last if last is not None and last["time"] >= b["started_wall"] else None

@@ -1,23 +1,38 @@
 """What is over, told by its own files: a run directory, a store, an eval or a demo folder in which no process works.
 
 events.jsonl is believed first: its last `end`, if no later `start` follows. Without it (an older eyas, a copy)
-summary.json counts, unless run.yaml is newer: then it is of an earlier stop. Where neither tells, `answer` is None and
-the log is judged. Costs the reading of those files.
+summary.json counts, unless run.yaml is newer: then it is of an earlier stop. A run that has begun, has not ended and
+is silent for longer than a run of eyas can be was killed together with its side process, or went down with its host.
+Where none of this tells, `answer` is None and the log is judged. Costs the reading of those files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from eyas.record import events
-from eyas.why.beat import ending
+from eyas.record import beat, events
+from eyas.record.words import step_words
+from eyas.why.beat import ending, pid_here
 from eyas.why.target import Target
 
-Told = tuple[str, str, int | None, str, float]  # verdict, sentence, step, which file says so, when
+SILENT = 15.0  # seconds; a run of eyas, or the process beside it, says a line every ten
+
+
+class Told(NamedTuple):
+    """How it ended, and which file says so."""
+
+    verdict: str
+    sentence: str
+    step: int | None
+    source: str
+    when: float
+    grade: str = "established"
 
 
 def place_of(target: Target) -> Path | None:
@@ -36,7 +51,7 @@ def answer(place: Path, target: Target, snapshot: Mapping[str, Any]) -> dict[str
     told = told or of_events(place / "record", place.name) or _failed_stage(place)
     if told is None:
         return None
-    verdict, sentence, step, source, when = told
+    verdict, sentence, step, source, when, grade = told
     state = verdict.partition(".")[0]
     finished, failed = state == "finished", state == "failed"
     gone = "no process works in it"
@@ -55,7 +70,7 @@ def answer(place: Path, target: Target, snapshot: Mapping[str, Any]) -> dict[str
         "took_s": round(float(meta.get("took_s") or 0.0), 2),
         "state": state,
         "verdict": verdict,
-        "grade": "established",
+        "grade": grade,
         "sentence": sentence,
         "questions": {
             "finished": {"answer": "yes" if finished else "no", "evidence": f"{source} says how it ended"},
@@ -84,20 +99,65 @@ def answer(place: Path, target: Target, snapshot: Mapping[str, Any]) -> dict[str
 
 
 def of_events(place: Path, name: str) -> Told | None:
-    """By the last event of the first rank, when it is an end."""
+    """By the last event of the first rank, when it is an end, or none follows."""
     start = end = None
     with contextlib.suppress(OSError):
         for e in events.read(place / "events.jsonl"):
             if e.get("rank") == 0 and e.get("event") in ("start", "end"):
                 start, end = (e, None) if e["event"] == "start" else (start, e)
-    if start is None or end is None:
+    if start is None:
         return None
+    if end is None:
+        return _without_a_word(place, name, start)
+    if int(start.get("world") or 1) > 1:  # the last word of the first rank may be that another one is gone
+        with contextlib.suppress(OSError):
+            first = events.first_failure(place / "events.jsonl", float(start["time"]))
+            if first is not None and first["rank"] != end["rank"]:
+                end = {**first, "text": events.first_words(first)}
     verdict = ending(end)
     step = end.get("step")
     at = f" at {step:,}" if isinstance(step, int) and step else ""
     text = str(end.get("text") or "")
     sentence = f"{name} has finished: {start.get('name')} ended in order{at}." if not text else f"{name}: {text}"
-    return verdict, sentence, step, "events.jsonl", float(end.get("time") or 0.0)
+    return Told(verdict, sentence, step, "events.jsonl", float(end.get("time") or 0.0))
+
+
+def _without_a_word(place: Path, name: str, start: Mapping[str, Any]) -> Told | None:
+    """A run of this host that has begun, has not ended, and can no longer be there; None where it may be."""
+    if start.get("host") != os.uname().nodename:  # its processes are not to be seen from here
+        return None
+    try:
+        last = max((place / file).stat().st_mtime for file in ("events.jsonl", "log.txt"))
+    except OSError:
+        return None
+    b: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # a link that leads nowhere after a reboot
+        b = beat.read(place / "beat")
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    if booted <= last:
+        moves = bool(b) and time.monotonic() - b["python"] < SILENT
+        if moves or (b and beat.starttime(pid_here(b)) == b["starttime"]) or time.time() - last < SILENT:
+            return None
+        verdict, how = "failed.signal", "it was killed together with the process that would have told of it"
+    else:
+        verdict, how = "failed.host", "its host was booted since"
+    whose = f"{start.get('name')} (PID {start.get('pid')})"
+    step, at = _last_step(place), ""
+    if b and b["pid"] == start.get("pid"):
+        step, at = b["step"] or None, f", at {step_words(b)} in {b['phase']}"
+    elif step:
+        at = f", behind step {step:,}"
+    resume = f" · to go on: {start['resume']}" if start.get("resume") else ""
+    sentence = f"{name}: {whose} has gone without a word{at}: {how}{resume}"
+    return Told(verdict, sentence, step, "events.jsonl", last, "supported")
+
+
+def _last_step(place: Path) -> int | None:
+    """The step of the last event that has one."""
+    with contextlib.suppress(OSError):
+        steps = [e["step"] for e in events.read(place / "events.jsonl") if isinstance(e.get("step"), int)]
+        return int(steps[-1]) if steps else None
+    return None
 
 
 def of_summary(place: Path) -> Told | None:
@@ -112,7 +172,7 @@ def of_summary(place: Path) -> Told | None:
         return None
     stopped = found.get("stopped")
     if stopped == "signal":
-        return (
+        return Told(
             "failed.signal",
             f"{place.name} was stopped by a signal after step {steps:,}, and saved.",
             steps,
@@ -122,7 +182,7 @@ def of_summary(place: Path) -> Told | None:
     why = {"time": ", stopped by --max-minutes", "patience": ", stopped by --patience"}.get(str(stopped), "")
     best = f"; best checkpoint {found['best']}" if found.get("best") else ""
     sentence = f"{place.name} has finished: {steps:,} steps in {found.get('seconds') or 0:,.0f} s{why}{best}."
-    return "finished.ok", sentence, steps, path.name, when
+    return Told("finished.ok", sentence, steps, path.name, when)
 
 
 def of_demo(place: Path) -> Told | None:
@@ -135,15 +195,15 @@ def of_demo(place: Path) -> Told | None:
     sentence = (
         f"{place.name} has finished: all {len(stages)} stages of eyas demo in {found.get('seconds') or 0:,.0f} s."
     )
-    return "finished.ok", sentence, None, path.name, path.stat().st_mtime
+    return Told("finished.ok", sentence, None, path.name, path.stat().st_mtime)
 
 
 def _failed_stage(place: Path) -> Told | None:
     """A demo without a summary: a stage that failed ended it; one that ended well says nothing of the next."""
     told = of_events(place / "train", place.name) or of_summary(place / "train")
-    if told is None or told[0].startswith("finished"):
+    if told is None or told.verdict.startswith("finished"):
         return None
-    return told[0], told[1], told[2], f"train/{told[3]}", told[4]
+    return told._replace(source=f"train/{told.source}")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import io
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from eyas.errors import EyasError
+from eyas.record import events, look
 from eyas.record import phases as phases_module
 from eyas.record import record as record_module
 from eyas.record.console import Live, step_line
 from eyas.record.record import Record
 from eyas.record.words import clock, phase_words
+from eyas.why.waits import classify
 
 
 class Clock:
@@ -172,3 +176,73 @@ def test_the_time_left_follows_the_work_and_not_the_units(clock_: Clock) -> None
     clock_.now += 10.0
     rec.count(10, 5000, share=0.5)  # the longest samples come first
     assert rec._speed(rec._event_meter)["left"] == pytest.approx(10.0)
+
+
+def test_figures_may_be_called_like_what_an_event_has_already(tmp_path: Path) -> None:
+    own = {"rank": 7, "time": 0.25, "event": "x", "kind": 3, "memory": 5, "cpu": 1, "phases": 2, "left": 9, "by": "me"}
+    with Record(tmp_path / "run", say=lambda _text: None, make=True) as rec:
+        rec.step(loss=1.0, **own)
+    (step,) = [e for e in events.read(tmp_path / "run" / "events.jsonl") if e["event"] == "step"]
+    assert (step["rank"], step["step"], step["loss"]) == (0, 1, 1.0) and step["time"] > 1.7e9
+    assert (step["rank_"], step["time_"], step["event_"]) == (7, 0.25, "x")
+    assert [step[name] for name in ("kind", "memory", "cpu", "phases", "left", "by")] == [3, 5, 1, 2, 9, "me"]
+
+
+def test_a_recorder_is_for_one_run(tmp_path: Path) -> None:
+    rec = Record(tmp_path / "run", say=lambda _text: None, make=True)
+    with rec:
+        rec.step(loss=1.0)
+    with pytest.raises(EyasError, match="make a new one for another run"), rec:
+        pass
+    assert [e["event"] for e in events.read(tmp_path / "run" / "events.jsonl")] == ["start", "step", "end"]
+
+
+def test_the_display_goes_when_what_was_said_is_there(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    class Display:
+        def stop(self) -> None:
+            order.append("the display goes")
+
+    def slowly(text: str) -> None:
+        time.sleep(0.1)
+        order.append(text)
+
+    with Record(tmp_path / "run", say=slowly, make=True) as rec:
+        rec._live = Display()  # type: ignore[assignment]
+        rec.line("the last line")
+    assert order[1:] == ["the last line", "the display goes"]
+
+
+def test_a_loop_that_tells_of_steps_alone_does_not_start_for_ever(clock_: Clock) -> None:
+    rec = Record(None, say=lambda _text: None)
+    for _ in range(3):
+        clock_.now += 2.0
+        rec.step(loss=1.0)
+    b = rec.beat_values()
+    assert (b["phase"], b["since"], b["phases"]["starting"][0]) == ("computing", clock_.now, 1)
+    assert b["phases"]["computing"][::2] == (2, 2.0), "what is usual is learnt from step to step"
+    rec.enter("validating")
+    rec.step(loss=1.0)
+    assert rec.doing == "validating", "what the loop says it does stays"
+
+
+def test_a_directory_that_cannot_be_made_leaves_nothing_running(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said: list[str] = []
+    rec = Record(tmp_path / "file" / "run", say=said.append, make=True)
+    with pytest.raises(EyasError, match="cannot make the run directory"):
+        rec.__enter__()
+    assert rec._sidecar is not None and rec._sidecar.poll() == 0
+    assert rec._stop.is_set() and rec.beat.path is not None and not rec.beat.path.exists()
+
+
+def test_a_process_without_a_cpu_is_not_said_to_hold_the_gil() -> None:
+    def main_thread(cpu: float) -> look.Process:
+        return look.Process("R", cpu, {7: ("python", classify("R", None, None))})
+
+    def said(cpu: float) -> str:
+        return look.words(7, main_thread(10.0), main_thread(10.0 + cpu), 10.0, python_idle=8.0)
+
+    assert said(0.3) == "no Python code has run for 8 s; the main thread waits for a CPU, of which it got 3%"
+    assert said(9.9) == "no Python code has run for 8 s: something holds the GIL; the main thread is on the CPU"

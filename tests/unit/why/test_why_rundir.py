@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eyas.record import beat, events
+from eyas.record.beat import Beat
 from eyas.why import command
 from eyas.why.answer import KEYS
 from eyas.why.beat import find
@@ -75,6 +77,35 @@ def test_a_run_that_was_begun_again_is_not_told_by_its_first_end(
     write(tmp_path / "a", START, DONE, START)
     (tmp_path / "a" / "summary.json").write_text(json.dumps({"steps": 100, "stopped": None, "seconds": 9.0}))
     assert not asked(tmp_path / "a", capsys)[1]["verdict"].startswith("finished")
+
+
+def test_a_run_that_was_killed_together_with_its_sidecar_is_told_by_its_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "a"
+    about = {"name": "eyas train", "pid": 1 << 23, "total": 100, "resume": "eyas train --resume"}
+    step = events.line("step", step=7)
+    here = os.uname().nodename
+
+    def told(host: str, silent: float) -> dict[str, Any]:
+        write(run, events.line("start", host=host, **about), step)
+        for name in ("events.jsonl", "log.txt"):
+            os.utime(run / name, (time.time() - silent,) * 2)
+        return asked(run, capsys)[1]
+
+    answer = told(here, 20)
+    assert (answer["verdict"], answer["grade"], answer["progress"]["step"]) == ("failed.signal", "supported", 7)
+    whose = f"eyas train (PID {1 << 23}) has gone without a word, behind step 7"
+    assert answer["sentence"].startswith(f"a: {whose}: it was killed together with the process")
+    assert answer["sentence"].endswith(" · to go on: eyas train --resume")
+    assert told(here, 3)["state"] == "unknown", "its next line may come"
+    assert not told("elsewhere", 20)["sentence"].startswith("a: "), "its processes are not to be seen from here"
+    assert told(here, time.clock_gettime(time.CLOCK_BOOTTIME) + 60)["verdict"] == "failed.host"
+    alive = Beat(str(run), path=run / "beat")
+    alive.slots[beat.STEP] = 9
+    assert told(here, 20)["verdict"] != "failed.signal", "its beat moves: an other user's, perhaps"
+    alive.slots[beat.PID], alive.slots[beat.PYTHON] = 1 << 23, time.monotonic_ns() - 20 * 10**9
+    assert "without a word, at step 9 in starting: it was killed" in told(here, 20)["sentence"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Its standard output is the run's. Which sinks is a JSON list on standard input, as ["tensorboard", "wandb=PROJECT",
 "notify=URL"]: addresses hold tokens, and a command line can be read by everybody. Each sink has a thread, so one that
-hangs holds up no other. What goes wrong is said once per sink, in the run's log. Ends with the run, at the latest a
-minute behind it.
+hangs holds up no other. That a sink is slow, and that it failed, is said once each, in the run's log. Ends with the
+run, at the latest a minute behind it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Feed:
         self.name = spec.partition("=")[0]
         self.queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self.busy_since = 0.0  # monotonic, 0 when idle
-        self._warned = False
+        self._warned: set[str] = set()
         self.thread = Thread(target=self._work, name=self.name, daemon=True)
         self.thread.start()
 
@@ -76,12 +76,12 @@ class Feed:
     def check(self) -> None:
         """Say it, once, when the sink does not come back."""
         if self.busy_since and time.monotonic() - self.busy_since > SLOW:
-            self._warn(f"has not answered for {SLOW:.0f} s")
+            self._warn("slow", f"has not answered for {SLOW:.0f} s; the run does not wait for it")
 
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            self.warn(f"{self.name} {text}; the run goes on without it")
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.warn(f"{self.name} {text}")
 
     def _work(self) -> None:
         try:
@@ -96,10 +96,12 @@ class Feed:
                     break
                 sink.event(e)
         except ImportError as e:
-            self._warn(f"needs a package that is not installed (pip install 'eyas[{self.name}]'): {e}")
+            needs = f"needs a package that is not installed (pip install 'eyas[{self.name}]')"
+            self._warn("failed", f"{needs}: {e}; the run goes on without it")
         except BaseException as e:  # whatever a tracker throws, SystemExit too
             traceback.print_exc()
-            self._warn(f"failed: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
+            cause = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            self._warn("failed", f"failed: {cause}; the run goes on without it")
         self.busy_since = 0.0
 
 
