@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from eyas.errors import EyasError
 from eyas.store.remote import url_of
 
+Share = Annotated[float, Field(ge=0, lt=1)]
 LOSSES = ("kl", "reverse_kl", "tv", "lk")  # defined in drafter/loss.py
 
 
@@ -54,7 +55,7 @@ class TrainConfig(BaseModel):
     scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of all steps that warm the learning rate up")
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm")
 
     max_seq_len: int = Field(2048, ge=4, description="Longer samples are cut to this many tokens")
@@ -127,7 +128,7 @@ class TrainConfig(BaseModel):
         [], exclude=True, description="Where a stall, a crash and the end are told (apprise URLs)"
     )
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**64)
     dtype: Literal["auto", "bf16", "fp32"] = Field("auto", description="Compute dtype; masters are always fp32")
     device: str = "auto"
     trust_remote_code: bool = Field(False, description="Run the code that the verifier's folder brings")

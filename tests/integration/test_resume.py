@@ -25,7 +25,12 @@ from safetensors.torch import load_file
 import eyas as package
 from conftest import Eyas, Tiny
 from eyas.config import load_config
+from eyas.errors import EyasError
+from eyas.store.convert import convert
+from eyas.store.layout import Manifest
+from eyas.store.writer import StoreWriter
 from eyas.train.loop import Run
+from eyas.verifier import MLA, Verifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -210,6 +215,45 @@ def test_what_matters_must_be_the_same_and_is_named(tiny: Tiny, stopped: Path, t
     assert resume(stopped, data_dir=tmp_path / "elsewhere", num_workers=0, keep=9).codes == [0]  # all that may differ
 
 
+def test_a_run_goes_on_where_its_eyas_knew_fewer_settings_all_at_their_defaults(stopped: Path) -> None:
+    later = {"attention", "recompute", "stage_dir", *MLA}
+    about = yaml.safe_load((stopped / "run.yaml").read_text())
+    about["config"] = {name: value for name, value in about["config"].items() if name not in later}
+    (stopped / "run.yaml").write_text(yaml.safe_dump(about))
+    for path in (stopped / "state").glob("step-*/state.json"):
+        state = json.loads(path.read_text())
+        for name in (*("--" + name.replace("_", "-") for name in later), "codec", "drafter's sizes"):
+            state["identity"].pop(name, None)
+        path.write_text(json.dumps(state))
+    other = resume(stopped, attention="mla", **dict.fromkeys(MLA, 8))
+    assert other.codes == [2] and "--attention (was llama, is mla)" in other.said[-1]
+    assert resume(stopped).codes == [0]
+
+
+def test_a_warm_start_from_another_drafter_than_the_runs_is_refused_and_not_its_state(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    for name, width in (("a", 128), ("b", 96)):
+        play(settings(tiny, tmp_path / name, epochs=1, batch_tokens=2000, intermediate_size=width))
+    output = tmp_path / "run"
+    play(settings(tiny, output, init_from=tmp_path / "a", save_every=2), kill_at=3)
+    other = resume(output, init_from=tmp_path / "b")
+    assert other.codes == [2] and other.said[-1].endswith("has other drafter's sizes: name a new --output-dir")
+    assert resume(output).codes == [0]
+
+
+def test_data_kept_in_another_way_are_other_data(tiny: Tiny, stopped: Path, tmp_path: Path) -> None:
+    verifier = Verifier(tiny.verifier)
+    for codec, last, told in (("fp8", "all", "fp8"), ("bf16", "logits:8", "bf16, logits:8")):
+        store = tmp_path / last / codec
+        convert(tiny.store, store, verifier, codec=codec, last=last, say=lambda _text: None)
+        refused = resume(stopped, data_dir=store)
+        assert refused.codes == [2] and f"has other codec (was bf16, is {told})" in refused.said[-1]
+    # rows where nothing is trained are read by nobody
+    convert(tiny.store, tmp_path / "trained", verifier, last="trained", say=lambda _text: None)
+    assert resume(stopped, data_dir=tmp_path / "trained").codes == [0]
+
+
 def test_a_state_that_is_not_whole_is_never_taken(stopped: Path) -> None:
     newest = stopped / "state" / "step-000004"
     shard = next(newest.glob("*.safetensors"))
@@ -292,6 +336,26 @@ def test_patience_ends_a_run_whose_accept_length_grows_no_more(tiny: Tiny, tmp_p
     assert Run(load_config({"output_dir": tmp_path / "run", "resume": True}), said.append).train()["epochs"] == 3
 
 
+def test_patience_without_a_validation_is_refused_or_told(tiny: Tiny, tmp_path: Path) -> None:
+    flags = settings(tiny, tmp_path / "run", epochs=1, patience=1)
+    with pytest.raises(EyasError, match="--patience looks at validations, and no sample validates: raise --val-ratio"):
+        Run(load_config(flags | {"val_ratio": 0.0}), lambda _text: None)
+    with StoreWriter(tmp_path / "short", Manifest.load(tiny.store)) as store:  # of 4 tokens, which step 2 never trains
+        for i in range(4):
+            store.add(f"s{i}", np.arange(4), np.ones(4, dtype=bool), torch.randn(4, 4, 64))
+    said: list[str] = []
+    assert Run(load_config(flags | {"data_dir": tmp_path / "short"}), said.append).train()["validations"] == []
+    assert any(line.startswith("no validation after epoch 1: no position of its 1 samples trains all") for line in said)
+
+
+def test_a_run_whose_time_is_over_before_its_first_step_names_no_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
+    said: list[str] = []
+    run = Run(load_config(settings(tiny, tmp_path / "run", epochs=1, max_minutes=1e-9)), said.append)
+    assert run.train()["steps"] == 0 and not (tmp_path / "run" / "best").exists()
+    assert said[-2].endswith("no checkpoint yet") and said[-1].endswith("--resume")
+    assert resume(tmp_path / "run", max_minutes=60.0).codes == [0] and (tmp_path / "run" / "best").exists()
+
+
 def test_max_minutes_ends_with_a_validated_drafter_and_the_run_goes_on(tiny: Tiny, tmp_path: Path) -> None:
     Run(load_config(settings(tiny, tmp_path / "whole")), lambda _text: None).train()
     config = load_config(settings(tiny, tmp_path / "run", max_minutes=0.01))
@@ -362,9 +426,15 @@ def test_a_warm_start_keeps_the_checkpoints_vocabulary_and_refuses_another(
     for more, words in (
         (("--vocab-mapping-dir", tmp_path / "m"), "is not the vocabulary of"),
         (("--num-heads", 8), "--init-from keeps the checkpoint's sizes"),
+        (("--q-lora-rank", 8), "has none, and --init-from keeps the checkpoint's sizes"),
     ):
         refused = eyas(*common, "--init-from", tmp_path / "a", "--output-dir", tmp_path / "c", *more)
         assert (refused.code, len(refused.err)) == (2, 1) and words in refused.err[0]
+
+
+def test_a_head_of_noise_is_not_frozen(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match="--freeze-head leaves lm_head as it starts, which --init random makes noise"):
+        Run(load_config(settings(tiny, tmp_path / "run", freeze_head=True, init="random")), lambda _text: None)
 
 
 def test_the_last_states_and_the_best_checkpoint_are_kept(tiny: Tiny, tmp_path: Path) -> None:

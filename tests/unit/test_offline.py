@@ -14,6 +14,7 @@ from torch import Tensor
 from eyas.drafter.loss import distribution
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.drafter.plan import Plan, make_plan
+from eyas.errors import EyasError
 from eyas.evaluate import offline as offline_module
 from eyas.evaluate.offline import OfflineFigures, VerifierHead, evaluate
 from eyas.store.layout import Manifest
@@ -197,6 +198,17 @@ def test_nothing_that_all_steps_train_gives_no_figures(source: Source) -> None:
     drafter, head = make_drafter(V), make_head(np.arange(V))
     assert evaluate(drafter, head, [], K, torch.float32) is None
     assert evaluate(drafter, head, [load_batch(source, [2], K, 1000)], 3, torch.float32) is None
+
+
+@pytest.mark.parametrize("what", ["drafter", "states"])
+def test_what_is_no_number_is_refused_and_never_the_best(source: Source, what: str) -> None:
+    drafter, batch = make_drafter(V), load_batch(source, [1, 4], K, 64)
+    if what == "drafter":
+        drafter.lm_head.weight.data[3] = torch.nan
+    else:
+        batch.last[5] = torch.nan  # one row of many
+    with pytest.raises(EyasError, match="NaN or infinity in what is validated: train with a lower --lr"):
+        evaluate(drafter, make_head(np.arange(V)), [batch], K, torch.float32)
 
 
 def test_figures_are_plain_values(source: Source, tmp_path: Path) -> None:

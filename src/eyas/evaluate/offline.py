@@ -18,6 +18,7 @@ Cost: one pass of the drafter and one product with the verifier's whole head, in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor
 from eyas.drafter.loss import DraftHead, distribution, draft_logits, greedy_choice, row_loss
 from eyas.drafter.model import Drafter
 from eyas.drafter.plan import Plan
+from eyas.errors import EyasError
 from eyas.evaluate.kept import KeptHead
 from eyas.evaluate.rounds import beginnings, count_rounds
 from eyas.train.batches import Batch
@@ -106,6 +108,7 @@ def evaluate(
     """Figures of `drafter` over `batches`; None when they hold no position that all steps train on.
 
     add: for batches that are shared out to several ranks, adds a vector of sums up over them.
+    Raises EyasError, on every rank, where outputs or states are no numbers.
     """
     device = verifier.draft_ids.device
     right: list[list[Tensor]] = [[] for _ in range(steps)]  # per step, 0/1 per query, -1 where not trained
@@ -185,17 +188,21 @@ def _sums(
         *count_rounds(a, first),
         *count_rounds(c, first),
         *c[:, every].cumprod(0).sum(1).tolist(),
-        *(float(a[k][a[k] >= 0].sum()) for k in range(K)),
-        *(float((a[k] >= 0).sum()) for k in range(K)),
+        *(float(a[k][c[k] >= 0].sum()) for k in range(K)),
+        *(float((c[k] >= 0).sum()) for k in range(K)),
     ]
 
 
 def _figures(sums: list[float], K: int) -> OfflineFigures | None:
-    """The figures from the sums over all ranks."""
+    """The figures from the sums over all ranks. Raises EyasError where outputs or states are no numbers."""
     loss, counted, samples, positions, rounds, kept, rounds_greedy, kept_greedy = sums[:8]
     if not positions:
         return None
     right, accepted, trained = sums[8 : 8 + K], sums[8 + K : 8 + 2 * K], sums[8 + 2 * K :]
+    if not math.isfinite(sum(accepted)):
+        raise EyasError(
+            "NaN or infinity in what is validated: train with a lower --lr, or look at the data by store check"
+        )
     joint = [r / positions for r in right]
     before = [1.0, *joint[:-1]]
     return OfflineFigures(

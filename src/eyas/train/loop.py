@@ -97,7 +97,8 @@ class Run:
         self.work = sum(cost * len(packs) for cost, packs in zip(self.costs, self.epochs, strict=True))
         self.per_step = config.grad_accumulation * self.ranks.world
         self.total = sum(math.ceil(len(packs) / self.per_step) for packs in self.epochs)
-        self.identity = identity(config, self.verifier, self.source, self.vocab, self.dtype)
+        shapes = {name: list(p.shape) for name, p in self.drafter.named_parameters()}  # whole, though FSDP2 shards them
+        self.identity = identity(config, self.verifier, self.source, self.vocab, self.dtype, shapes)
         self.states = States(config.output_dir, self.ranks, config.keep)
         self.at = Progress()
         self.ended: str | None = None
@@ -230,7 +231,8 @@ class Run:
             )
         else:
             why = {"time": " (--max-minutes)", "patience": " (--patience)"}.get(self.ended or "", "")
-            self.say(f"done{why}: {at.step:,} steps in {at.seconds:,.0f} s · best checkpoint {c.output_dir / 'best'}")
+            best = f"best checkpoint {c.output_dir / 'best'}" if at.best else "no checkpoint yet"
+            self.say(f"done{why}: {at.step:,} steps in {at.seconds:,.0f} s · {best}")
             if self.ended == "time":
                 self.say(f"go on with: {resume_command(c.output_dir)}")
         self.ranks.leave()
@@ -420,6 +422,11 @@ class Run:
             )
             if self.ranks.first:
                 self.record.validation(figures.to_dict(), text)
+        elif self.val_samples:
+            self.say(
+                f"no validation after epoch {done}: no position of its {len(self.val_samples):,} samples trains all"
+                " TTT steps; so the last checkpoint is the best, and --patience ends nothing"
+            )
 
     def _patience_over(self) -> bool:
         """Whether the last `patience` validations brought no longer accept length than one before them."""

@@ -112,6 +112,8 @@ def training_samples(c: TrainConfig, source: Source, say: Callable[[str], None])
         )
     if not train:
         raise EyasError(f"{c.data_dir} holds no trainable tokens: check the loss masks (eyas prepare)")
+    if c.patience is not None and not val:
+        raise EyasError("--patience looks at validations, and no sample validates: raise --val-ratio, or leave it out")
     long = int((source.lengths[train + val] > K).sum())
     if long:
         say(f"{long:,} samples are longer than {K:,} tokens and are cut there (--max-seq-len)")

@@ -39,6 +39,8 @@ def make_drafter(
         drafter, vocab = _warm(config, verifier, layers, vocab, say)
         drafter.embedding = verifier.embedding(dtype)
     else:
+        if config.freeze_head and config.init == "random":
+            raise EyasError("--freeze-head leaves lm_head as it starts, which --init random makes noise: leave one out")
         if vocab is None:
             V = verifier.config.vocab_size
             vocab = DraftVocab(np.zeros(V, dtype=np.int64), np.ones(V, dtype=bool))
@@ -70,8 +72,8 @@ def _warm(
         asked, has = getattr(config, name), getattr(drafter.config, name, getattr(drafter.config.mla, name, None))
         if asked not in (None, has):
             raise EyasError(
-                f"--{name.replace('_', '-')} {asked}: {folder} has {has}, and --init-from keeps the checkpoint's sizes:"
-                " leave the flag out"
+                f"--{name.replace('_', '-')} {asked}: {folder} has {has or 'none'}, and --init-from keeps the"
+                " checkpoint's sizes: leave the flag out"
             )
     if checkpoint_layers(folder, verifier.config) != layers:
         raise EyasError(f"{folder} reads other layers than {list(layers)}, which {config.data_dir} holds")

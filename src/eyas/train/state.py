@@ -68,31 +68,49 @@ class Progress:
 
 
 def identity(
-    config: TrainConfig, verifier: Verifier, source: Source, vocab: DraftVocab, dtype: torch.dtype
+    config: TrainConfig,
+    verifier: Verifier,
+    source: Source,
+    vocab: DraftVocab,
+    dtype: torch.dtype,
+    shapes: dict[str, list[int]],
 ) -> dict[str, Any]:
-    """What must be the same for a run to go on, as plain values."""
+    """What must be the same for a run to go on, as plain values. shapes: of the drafter's parameters, by name."""
     data = xxhash.xxh3_64()
     data.update("\n".join(source.ids).encode())
     data.update(source.lengths.tobytes())
     data.update(source.trained.tobytes())
     settings = {name: value for name, value in config.resolved().items() if name not in FREE}
+    manifest = source.manifest
     return {
         "verifier": verifier.fingerprint,
         "data": data.hexdigest(),
-        "layers": [*source.manifest.layers, source.manifest.norm_side],
+        "layers": [*manifest.layers, manifest.norm_side],
+        # Rows that are left out where nothing is trained are read by nobody; all else makes other numbers.
+        "codec": manifest.codec + (f", logits:{manifest.logits}" if manifest.logits else ""),
         "vocabulary": xxhash.xxh3_64_hexdigest(vocab.t2d.tobytes()),
+        "drafter's sizes": xxhash.xxh3_64_hexdigest(
+            json.dumps(shapes).encode()
+        ),  # of --init-from, which may be another
         "compute dtype": str(dtype).removeprefix("torch."),
         **{"--" + name.replace("_", "-"): value for name, value in settings.items()},
     }
 
 
 def check_identity(folder: Path, was: dict[str, Any], now: dict[str, Any], same_world: bool) -> None:
-    """Raises EyasError that names all that differs. Another number of ranks may come with another accumulation."""
+    """Raises EyasError that names all that differs. Another number of ranks may come with another accumulation.
+
+    A setting that the run's eyas did not know yet was at its default.
+    """
+    defaults = {"--" + name.replace("_", "-"): field.default for name, field in TrainConfig.model_fields.items()}
+    defaults |= {"codec": "bf16", "drafter's sizes": now.get("drafter's sizes")}
+    was = {**{name: value for name, value in defaults.items() if name in now}, **was}
     differs = []
     for name in sorted({*was, *now}):
         if was.get(name) == now.get(name) or (name == "--grad-accumulation" and not same_world):
             continue
-        told = f" (was {was.get(name)}, is {now.get(name)})" if name.startswith("--") or name == "compute dtype" else ""
+        plain = name.startswith("--") or name in ("codec", "compute dtype")
+        told = f" (was {was.get(name)}, is {now.get(name)})" if plain else ""
         differs.append(name + told)
     if differs:
         raise EyasError(f"--resume: the run in {folder} has other {', '.join(differs)}: name a new --output-dir")
