@@ -103,7 +103,8 @@ def _merge_writer(folder: Path, writer: str, output: Path, seen: dict[str, tuple
         StoreWriter(folder, Manifest.load(folder), writer=writer).close()
     path = layout.journal_path(folder, writer)
     records, broken, _ = layout.read_journal(path)
-    done.damaged += broken
+    records, left_out = _usable(folder, writer, records)
+    done.damaged += [*broken, *left_out]
     lines = b"".join(r.line() for r in records)
     name = f"{re.sub(r'[^A-Za-z0-9]+', '_', folder.resolve().name)}_{writer}_{xxhash.xxh3_64_hexdigest(lines)}"
     if layout.journal_path(output, name).exists():
@@ -134,10 +135,33 @@ def _merge_writer(folder: Path, writer: str, output: Path, seen: dict[str, tuple
     done.added += len(fresh)
 
 
+def _usable(folder: Path, writer: str, records: list[Record]) -> tuple[list[Record], list[tuple[str, str]]]:
+    """The samples that whoever opens `folder` would find, and of the others why: a good copy elsewhere shall win."""
+    listed = layout.quarantined(folder)
+    have = {name: _size(folder / name) for name in {r.shard for r in records}}
+    text = _size(layout.tokens_path(folder, writer))
+    good: list[Record] = []
+    bad: list[tuple[str, str]] = []
+    for r in records:
+        if r.id in listed:
+            bad.append((r.id, f"is in quarantine ({listed[r.id]})"))
+        elif have[r.shard] < max(p.offset + p.nbytes for p in r.parts):
+            size = have[r.shard]
+            bad.append((r.id, f"{r.shard} is " + ("missing" if size < 0 else f"truncated at byte {size}")))
+        elif text < r.text_end:
+            bad.append((r.id, "its tokens file is truncated"))
+        else:
+            good.append(r)
+    return good, bad
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, -1 where there is none."""
+    return path.stat().st_size if path.is_file() else -1
+
+
 def _bring(source: Path, target: Path, records: list[Record], done: Merged) -> list[tuple[Record, str]]:
     """Give a shard its name in the merged store; returns the samples that did not come over whole, and why."""
-    if not source.exists():
-        return [(r, f"{source.name} is missing") for r in records]
     size = source.stat().st_size
     try:
         os.link(source, target)
