@@ -610,7 +610,7 @@ def plan(
 
     stage_into(stage_dir)
     if (data_dir is None) == (tokens is None):
-        raise EyasError("name the data (--data-dir), or how many tokens there will be (--tokens)")
+        raise EyasError("name either the data (--data-dir) or how many tokens there will be (--tokens)")
     names = (
         "verifier_path", "vocab_mapping_dir", "epochs", "max_seq_len", "batch_tokens", "ttt_steps", "num_workers",
         "attention", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device",

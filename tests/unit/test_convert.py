@@ -9,7 +9,6 @@ import pytest
 import torch
 import xxhash
 from foreign_files import WRITERS, expected, write
-from storekit import flip
 
 from eyas.errors import EyasError
 from eyas.store import convert as module
@@ -18,6 +17,7 @@ from eyas.store.reader import StoreSource, open_source
 from eyas.store.writer import StoreWriter
 from eyas.train.batches import Loader
 from eyas.verifier import Verifier
+from storekit import flip
 
 
 def quiet(_line: str) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from eyas.cli import app
 from eyas.errors import EyasError
 from eyas.store import layout
+from eyas.store.convert import convert
 from eyas.store.info import info
 from eyas.store.layout import Manifest
 from eyas.store.merge import Merged, merge
@@ -250,3 +251,20 @@ def test_what_a_folder_cannot_use_is_not_merged_and_a_good_copy_elsewhere_is(tmp
     assert (again.added, again.damaged) == (len(lost), [])
     assert ids(tmp_path / "all") == [f"s{i}" for i in range(6)]
     assert_right(open_source(tmp_path / "all"))
+
+
+def test_an_object_store_is_not_written_to_and_no_folder_of_its_name_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a", range(2))
+    tries: list[Any] = [
+        lambda: merged([tmp_path / "a"], Path("s3://bucket/all")),
+        lambda: merged([Path("s3://bucket/a")], tmp_path / "all"),
+        lambda: convert(tmp_path / "a", Path("s3://bucket/all"), say=lambda _: None),
+        lambda: StoreWriter(Path("gs://bucket/all"), MANIFEST),
+    ]
+    for attempt in tries:
+        with pytest.raises(EyasError, match=r"(s3|gs)://bucket/a(ll)?: eyas reads from object stores and writes to"):
+            attempt()
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]

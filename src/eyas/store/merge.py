@@ -26,6 +26,7 @@ from eyas.files import sync_folder, write_whole
 from eyas.store import layout
 from eyas.store.layout import Manifest, Record
 from eyas.store.reads import Extent, Files, read_bytes
+from eyas.store.remote import check_local
 from eyas.store.writer import StoreWriter
 
 
@@ -56,6 +57,8 @@ def merge(folders: Sequence[Path], output: Path, say: Callable[[str], None] = pr
     The first of two samples of one id is kept. Raises EyasError when a folder is no store, when the stores are not of
     one kind, when a writer is at work in a folder, or when the disk refuses.
     """
+    for path in (output, *folders):
+        check_local(path)
     if output.resolve() in [f.resolve() for f in folders]:
         raise EyasError(f"{output} cannot be merged into itself: name another folder for the merged store")
     manifest = _common_manifest(folders, output)
