@@ -485,7 +485,8 @@ def store_merge(
     output_dir: Annotated[Path, typer.Option(help="The merged store; what is there already stays")],
     as_json: JsonOption = False,
 ) -> None:
-    """Many stores of one verifier into one. On one file system no state is copied. Started again, it goes on."""
+    """Many stores of one verifier into one. On one file system no state is copied. Started again, it goes on. Exit
+    code 1: some left out."""
     import json
 
     from eyas.store.info import size
@@ -496,13 +497,16 @@ def store_merge(
         done = merge(folders, output_dir, (lambda _: None) if as_json else say)
     if as_json:
         say(json.dumps(done.to_dict(), indent=1, ensure_ascii=False))
-        return
-    for name, why in done.damaged:
+        raise typer.Exit(1 if done.damaged else 0)
+    for name, why in done.damaged[:5]:
         say(f"left out {name}: {why}")
+    if len(done.damaged) > 5:
+        say(f"left out: {len(done.damaged):,} in all")
     say(
         f"{output_dir}: {done.samples:,} samples, {done.added:,} added · {done.duplicates:,} were there already "
         f"({done.differing:,} of them with other states) · {size(done.linked)} linked, {size(done.copied)} copied"
     )
+    raise typer.Exit(1 if done.damaged else 0)
 
 
 @store_app.command(name="check")
@@ -606,7 +610,7 @@ def plan(
 
     stage_into(stage_dir)
     if (data_dir is None) == (tokens is None):
-        raise EyasError("name the data (--data-dir), or how many tokens there will be (--tokens)")
+        raise EyasError("name either the data (--data-dir) or how many tokens there will be (--tokens)")
     names = (
         "verifier_path", "vocab_mapping_dir", "epochs", "max_seq_len", "batch_tokens", "ttt_steps", "num_workers",
         "attention", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device",

@@ -13,10 +13,11 @@ from foreign_files import WRITERS, expected, write
 from eyas.errors import EyasError
 from eyas.store import convert as module
 from eyas.store.convert import convert
-from eyas.store.reader import open_source
+from eyas.store.reader import StoreSource, open_source
 from eyas.store.writer import StoreWriter
 from eyas.train.batches import Loader
 from eyas.verifier import Verifier
+from storekit import flip
 
 
 def quiet(_line: str) -> None:
@@ -135,3 +136,27 @@ def test_what_cannot_be_converted_is_refused_in_one_line(
     with pytest.raises(EyasError, match=r"need 0\.3 MB, and 0\.0 MB are free"):
         convert(folder, tmp_path / "full", verifier, say=quiet)
     assert not (tmp_path / "full").exists()
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8"])
+def test_an_unreadable_first_sample_costs_itself_in_every_codec(
+    tmp_path: Path, on_policy: list[Any], tiny_verifier: Path, codec: str
+) -> None:
+    verifier = Verifier(tiny_verifier)
+    convert(write("founding", tmp_path / "d", on_policy), tmp_path / "store", verifier, say=quiet)
+    first = StoreSource(tmp_path / "store").records[0]
+    flip(tmp_path / "store" / first.shard, first.parts[1].offset + 7)
+    said: list[str] = []
+    report = convert(tmp_path / "store", tmp_path / "made", codec=codec, say=said.append)
+    assert [name for name, _ in report["skipped"]] == [first.id]
+    assert report["samples"] == len(on_policy) - 1
+    assert any(line.startswith(f"left out {first.id}: ") for line in said)
+    assert open_source(tmp_path / "made").ids == open_source(tmp_path / "store").ids[1:]
+
+
+def test_what_the_source_leaves_out_is_named(tmp_path: Path, on_policy: list[Any], tiny_verifier: Path) -> None:
+    folder = write("founding", tmp_path / "d", on_policy)
+    (folder / "data_99.pt").touch()
+    said: list[str] = []
+    convert(folder, tmp_path / "store", Verifier(tiny_verifier), say=said.append)
+    assert "left out data_99.pt: is empty" in said

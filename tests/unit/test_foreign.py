@@ -231,3 +231,33 @@ def test_a_file_that_vanishes_later_is_one_line(tmp_path: Path, on_policy: list[
     (tmp_path / "d" / "data_1.pt").unlink()
     with pytest.raises(EyasError, match=r"data_1\.pt is missing"):
         source.states(1)
+
+
+def test_a_link_to_nothing_costs_itself_and_is_seen_when_it_is_mended(tmp_path: Path, on_policy: list[Any]) -> None:
+    save(tmp_path, on_policy, "before")
+    (tmp_path / "data_0.pt").rename(tmp_path / "elsewhere")
+    (tmp_path / "data_0.pt").symlink_to(tmp_path / "not there")
+    source = open_source(tmp_path)
+    assert source.skipped == [("data_0.pt", "cannot be read (No such file or directory)")]
+    assert len(source.ids) == len(on_policy) - 1
+    (tmp_path / "elsewhere").rename(tmp_path / "not there")
+    assert open_source(tmp_path).skipped == []
+
+
+def test_a_file_that_could_not_be_opened_is_asked_again(
+    tmp_path: Path, on_policy: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, on_policy, "before")
+    real = founding.open_saved
+
+    def refused(path: Path) -> Any:
+        if path.name == "data_3.pt":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(founding, "open_saved", refused)
+    assert open_source(tmp_path).skipped == [("data_3.pt", "cannot be opened (Permission denied)")]
+    assert not (tmp_path / KEPT_NAME).exists()
+    monkeypatch.setattr(founding, "open_saved", real)  # the permission is given: neither size nor time has changed
+    assert open_source(tmp_path).skipped == []
+    assert (tmp_path / KEPT_NAME).exists()

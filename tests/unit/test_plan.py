@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from eyas.cli import app
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.errors import EyasError
 from eyas.plan import measure
@@ -111,3 +113,10 @@ def test_the_disk_is_measured_on_the_files_themselves(tmp_path: Path) -> None:
     assert measure.disk_rate([tmp_path / "small"]) is None
     assert measure.disk_rate([]) is None
     assert measure.memcpy_rate(1 << 20, 1) > 0
+
+
+@pytest.mark.parametrize("asked", [["--codec", "int4"], ["--last", "logits:0"], ["--last", "some"]])
+def test_a_codec_that_does_not_exist_is_not_planned_for(tiny_verifier: Path, asked: list[str]) -> None:
+    given = ["plan", "--verifier-path", str(tiny_verifier), "--tokens", "1000", "--gpu", "H100", *asked]
+    result = CliRunner().invoke(app, given)
+    assert isinstance(result.exception, EyasError) and str(result.exception).startswith(f"{asked[0]} {asked[1]}: use ")

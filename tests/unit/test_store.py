@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 
 from eyas.errors import EyasError
@@ -422,3 +423,20 @@ def test_folders_without_data_are_one_line(tmp_path: Path) -> None:
     (tmp_path / layout.MANIFEST).unlink()
     with pytest.raises(EyasError, match=r"has no manifest\.json"):
         open_source(tmp_path)
+
+
+def test_a_manifest_of_something_else_is_one_line(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = tmp_path / "manifest.json"
+    said = json.loads(path.read_bytes())
+    del said["check"], said["layers"]
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(said, sort_keys=True).encode())
+    texts = {
+        '["check"]': "no JSON object",
+        '"check"': "no JSON object",
+        json.dumps({**said, "check": digest}): "says nothing of layers",
+    }
+    for text, why in texts.items():
+        path.write_text(text)
+        with pytest.raises(EyasError, match=why):
+            open_source(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from eyas.cli import app
 from eyas.errors import EyasError
 from eyas.store import layout
+from eyas.store.convert import convert
 from eyas.store.info import info
 from eyas.store.layout import Manifest
 from eyas.store.merge import Merged, merge
@@ -220,3 +222,49 @@ def test_states_of_a_merged_store_open_in_plain_safetensors(tmp_path: Path) -> N
     states = {name: tensor for part in found for name, tensor in part.items()}
     for j, layer in enumerate(LAYERS):
         assert torch.equal(states[f"2.h{layer}"], sample(2)[3][j])
+
+
+@pytest.mark.parametrize("fault", ["quarantine", "shard", "tokens", "gone"])
+def test_what_a_folder_cannot_use_is_not_merged_and_a_good_copy_elsewhere_is(tmp_path: Path, fault: str) -> None:
+    write(tmp_path / "a", range(6))
+    shutil.copytree(tmp_path / "a", tmp_path / "good")
+    records = layout.read_journal(tmp_path / "a" / "journal-0.jsonl").records
+    shard = tmp_path / "a" / records[-1].shard
+    lost = [r.id for r in records if r.shard == records[-1].shard]
+    if fault == "quarantine":
+        (tmp_path / "a" / layout.QUARANTINE).write_text(json.dumps({"s3": "not finite"}))
+        lost = ["s3"]
+    elif fault == "shard":
+        os.truncate(shard, next(r for r in records if r.shard == shard.name).parts[-1].offset)
+    elif fault == "tokens":
+        os.truncate(tmp_path / "a" / "tokens-0.bin", records[-1].text_end - 1)
+        lost = ["s5"]
+    else:
+        shard.unlink()
+    done = merged([tmp_path / "a"], tmp_path / "all")
+    assert [name for name, _ in done.damaged] == lost
+    assert ids(tmp_path / "all") == [f"s{i}" for i in range(6) if f"s{i}" not in lost]
+    assert open_source(tmp_path / "all").skipped == []
+    told = CliRunner().invoke(app, ["store", "merge", str(tmp_path / "a"), "--output-dir", str(tmp_path / "all")])
+    assert told.exit_code == 1 and f"left out {lost[0]}: " in told.output
+    again = merged([tmp_path / "good"], tmp_path / "all")
+    assert (again.added, again.damaged) == (len(lost), [])
+    assert ids(tmp_path / "all") == [f"s{i}" for i in range(6)]
+    assert_right(open_source(tmp_path / "all"))
+
+
+def test_an_object_store_is_not_written_to_and_no_folder_of_its_name_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a", range(2))
+    tries: list[Any] = [
+        lambda: merged([tmp_path / "a"], Path("s3://bucket/all")),
+        lambda: merged([Path("s3://bucket/a")], tmp_path / "all"),
+        lambda: convert(tmp_path / "a", Path("s3://bucket/all"), say=lambda _: None),
+        lambda: StoreWriter(Path("gs://bucket/all"), MANIFEST),
+    ]
+    for attempt in tries:
+        with pytest.raises(EyasError, match=r"(s3|gs)://bucket/a(ll)?: eyas reads from object stores and writes to"):
+            attempt()
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]

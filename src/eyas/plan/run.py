@@ -28,7 +28,7 @@ from eyas.plan.step import (
     gpu_memory,
     parameters,
 )
-from eyas.store.codecs import bytes_per_token
+from eyas.store.codecs import bytes_per_token, check_names
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def make_plan(asked: Asked, say: Callable[[str], None] = print) -> dict[str, Any
     from eyas.verifier import Verifier
     from eyas.vocab import load as load_vocab
 
+    check_names(asked.codec, asked.last_rows)
     c = asked.config
     if asked.tokens is None:
         c = c.model_copy(update={"data_dir": staged(c.data_dir, say)})

@@ -9,9 +9,10 @@ Cost: what reading and writing cost (`StoreWriter`); memory is `threads` + 1 gro
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,12 +73,12 @@ def convert(
         if len(todo) < len(source.ids):
             say(f"convert: {len(source.ids) - len(todo):,} samples are in {output} already")
         lost = _copy(source, todo, writer, keep, threads, say)
-    for name, reason in lost[:5]:
+    skipped = [*source.skipped, *lost]
+    for name, reason in skipped[:5]:
         say(f"left out {name}: {reason}")
     converted = len(todo) - len(lost)
     tokens = int(source.lengths.sum())
     size = sum(p.stat().st_size for p in output.iterdir())
-    skipped = [*source.skipped, *lost]
     say(
         f"converted {converted:,} samples; {output} holds {len(source.ids) - len(lost):,} of"
         f" {len(source.ids) + len(source.skipped):,} ({size / 1e9:,.2f} GB, {len(skipped):,} left out)"
@@ -136,8 +137,15 @@ def _in_codec(manifest: Manifest, source: Source, output: Path, codec: str, last
     if (output / layout.MANIFEST).exists():  # go on with the sizes that were found when it was begun
         return replace(changed, channels=Manifest.load(output).channels)
     layers = changed.state_layers
-    samples = (source.states(i, layers=layers) for i in range(len(source.ids)))
-    return replace(changed, channels=codecs.said_channels(codecs.calibrate(samples, len(layers), manifest.hidden_size)))
+    sizes = codecs.calibrate(_readable(source, layers), len(layers), manifest.hidden_size)
+    return replace(changed, channels=codecs.said_channels(sizes))
+
+
+def _readable(source: Source, layers: Sequence[int]) -> Iterator[Tensor]:
+    """The states of the samples that can be read; the others are named when they are to be copied."""
+    for i in range(len(source.ids)):
+        with contextlib.suppress(EyasError):
+            yield source.states(i, layers=layers)
 
 
 def _copy(

@@ -21,7 +21,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,6 +122,8 @@ class Manifest:
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_bytes())
+            if not isinstance(content, dict):
+                raise ValueError("no JSON object")
             check = content.pop("check")
         except FileNotFoundError:
             raise EyasError(f"{folder} is not a store: it has no {MANIFEST}") from None
@@ -132,6 +134,9 @@ class Manifest:
         if check != _digest_of(content):
             raise EyasError(f"{path} does not match its own checksum: restore it, or capture again")
         known = {f.name for f in fields(Manifest)}
+        missing = [f.name for f in fields(Manifest) if f.default is MISSING and f.name not in content]
+        if missing:
+            raise EyasError(f"{path} says nothing of {', '.join(missing)}: restore it, or capture again")
         kept: dict[str, Any] = {k: tuple(v) if k == "layers" else v for k, v in content.items() if k in known}
         return Manifest(**kept)
 

@@ -26,6 +26,7 @@ from eyas.files import sync_folder, write_whole
 from eyas.store import layout
 from eyas.store.layout import Manifest, Record
 from eyas.store.reads import Extent, Files, read_bytes
+from eyas.store.remote import check_local
 from eyas.store.writer import StoreWriter
 
 
@@ -56,6 +57,8 @@ def merge(folders: Sequence[Path], output: Path, say: Callable[[str], None] = pr
     The first of two samples of one id is kept. Raises EyasError when a folder is no store, when the stores are not of
     one kind, when a writer is at work in a folder, or when the disk refuses.
     """
+    for path in (output, *folders):
+        check_local(path)
     if output.resolve() in [f.resolve() for f in folders]:
         raise EyasError(f"{output} cannot be merged into itself: name another folder for the merged store")
     manifest = _common_manifest(folders, output)
@@ -103,7 +106,8 @@ def _merge_writer(folder: Path, writer: str, output: Path, seen: dict[str, tuple
         StoreWriter(folder, Manifest.load(folder), writer=writer).close()
     path = layout.journal_path(folder, writer)
     records, broken, _ = layout.read_journal(path)
-    done.damaged += broken
+    records, left_out = _usable(folder, writer, records)
+    done.damaged += [*broken, *left_out]
     lines = b"".join(r.line() for r in records)
     name = f"{re.sub(r'[^A-Za-z0-9]+', '_', folder.resolve().name)}_{writer}_{xxhash.xxh3_64_hexdigest(lines)}"
     if layout.journal_path(output, name).exists():
@@ -134,10 +138,33 @@ def _merge_writer(folder: Path, writer: str, output: Path, seen: dict[str, tuple
     done.added += len(fresh)
 
 
+def _usable(folder: Path, writer: str, records: list[Record]) -> tuple[list[Record], list[tuple[str, str]]]:
+    """The samples that whoever opens `folder` would find, and of the others why: a good copy elsewhere shall win."""
+    listed = layout.quarantined(folder)
+    have = {name: _size(folder / name) for name in {r.shard for r in records}}
+    text = _size(layout.tokens_path(folder, writer))
+    good: list[Record] = []
+    bad: list[tuple[str, str]] = []
+    for r in records:
+        if r.id in listed:
+            bad.append((r.id, f"is in quarantine ({listed[r.id]})"))
+        elif have[r.shard] < max(p.offset + p.nbytes for p in r.parts):
+            size = have[r.shard]
+            bad.append((r.id, f"{r.shard} is " + ("missing" if size < 0 else f"truncated at byte {size}")))
+        elif text < r.text_end:
+            bad.append((r.id, "its tokens file is truncated"))
+        else:
+            good.append(r)
+    return good, bad
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, -1 where there is none."""
+    return path.stat().st_size if path.is_file() else -1
+
+
 def _bring(source: Path, target: Path, records: list[Record], done: Merged) -> list[tuple[Record, str]]:
     """Give a shard its name in the merged store; returns the samples that did not come over whole, and why."""
-    if not source.exists():
-        return [(r, f"{source.name} is missing") for r in records]
     size = source.stat().st_size
     try:
         os.link(source, target)

@@ -61,6 +61,13 @@ def url_of(path: Path | str) -> str | None:
     return f"{scheme}://{bucket}/{rest}".rstrip("/")
 
 
+def check_local(path: Path | str) -> None:
+    """EyasError for a URL that is to be written: pathlib would quietly make a folder called `s3:`."""
+    url = url_of(path)
+    if url is not None:
+        raise EyasError(f"{url}: eyas reads from object stores and writes to folders: name a folder, and copy it there")
+
+
 def folder_of(url: str, stage_dir: Path | str | None = None) -> Path:
     """Where a URL is staged: below stage_dir, $EYAS_STAGE_DIR or ~/.cache/eyas/staged, by scheme, bucket and path."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eyas" / "staged"

@@ -30,6 +30,7 @@ from eyas.errors import EyasError
 from eyas.files import sync_folder
 from eyas.store import codecs, layout, logits
 from eyas.store.layout import Manifest, Part, Record
+from eyas.store.remote import check_local
 
 _BUFFERS_PER_CALL = 512  # the kernel takes 1,024
 _ZEROS = bytes(layout.PAGE)
@@ -66,6 +67,7 @@ class StoreWriter:
         commit_bytes: int = 64 << 20,
         commit_seconds: float = 2.0,
     ) -> None:
+        check_local(path)
         if not re.fullmatch(r"\w+", writer, re.ASCII):
             raise ValueError(f"writer {writer!r}: letters, digits and _ only")
         if len(set(manifest.layers)) != len(manifest.layers):

@@ -29,7 +29,7 @@ import xxhash
 
 from eyas.errors import EyasError
 from eyas.files import write_whole
-from eyas.store.foreign.processes import Looking, try_look
+from eyas.store.foreign.processes import NO_ANSWER, Looking, try_look
 from eyas.store.foreign.torchzip import Unreadable
 from eyas.store.kept import pack, unpack
 from eyas.store.layout import needs_tokens
@@ -125,6 +125,8 @@ def open_index(
         say(f"index: looking at {len(files):,} files in {folder} (once)")
     todo, look = jobs()
     index = _build(todo, look, say)
+    if any(why.startswith(NO_ANSWER) for _, why in index.broken):  # a permission or a disk: not to be remembered
+        return index
     for place_ in places:
         try:
             place_.parent.mkdir(parents=True, exist_ok=True)
@@ -136,8 +138,15 @@ def open_index(
 
 
 def _key(folder: Path, kind: str, files: Sequence[Path]) -> str:
+    def size_and_time(path: Path) -> tuple[int, int]:
+        try:
+            s = path.stat()
+        except OSError:  # a link to nothing, or gone since the folder was listed: `look` says what it is
+            return -1, 0
+        return s.st_size, s.st_mtime_ns
+
     def stat(paths: Sequence[Path]) -> list[tuple[int, int]]:
-        return [(s.st_size, s.st_mtime_ns) for s in map(os.stat, paths)]
+        return [size_and_time(path) for path in paths]
 
     with ThreadPoolExecutor(_THREADS) as pool:  # a network file system answers many at once
         stats = [

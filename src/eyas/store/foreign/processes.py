@@ -21,6 +21,7 @@ from typing import Any
 from eyas.store.foreign.torchzip import Unreadable
 
 MOST = 16  # processes
+NO_ANSWER = "cannot be opened"  # what the file system refused: it may be there next time, whatever its size and time
 THREADS = 8  # in each: a network file system answers many at once
 
 Result = Any  # a Found, or why there is none
@@ -32,8 +33,10 @@ def try_look(look: Callable[[Any], Any], what: Any) -> Result:
         return look(what)
     except Unreadable as reason:
         return str(reason)
-    except OSError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         return f"cannot be read ({error.strerror or error})"
+    except OSError as error:
+        return f"{NO_ANSWER} ({error.strerror or error})"
 
 
 class Looking:
