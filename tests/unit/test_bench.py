@@ -156,3 +156,57 @@ def test_table_names_the_best_number_of_drafts() -> None:
     assert "best for one stream: 2 drafts a round; for 4: 1" in text
     assert "8 of 8" in text
     assert "1.50" in text.splitlines()[-2], "45 tokens/s for 30"
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("vllm:spec_decode_num_drafts_total 12\nvllm:spec_decode_num_drafts_total NaN\n", 12),
+        ("vllm:spec_decode_num_drafts_total twelve\n", 0),
+        ("<html>no metrics here</html>", 0),
+    ],
+)
+def test_a_metrics_page_of_nonsense_counts_nothing(page: str, found: int) -> None:
+    assert read_metrics(page)["drafts"] == found
+
+
+class Nonsense(BaseHTTPRequestHandler):
+    """A server that names a model and streams `said`."""
+
+    said = b""
+
+    def do_GET(self) -> None:
+        self.reply(b'{"data": [{"id": "m"}]}' if self.path.endswith("models") else b"")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.reply(self.said)
+
+    def reply(self, text: bytes) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_words: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (b'data: {"error": {"message": "out of pages"}}\n\n', "out of pages"),
+        (b"data: [1]\n\n", r"streamed \[1\]"),
+        (b"data: {no json\n\n", "gave no answer"),
+        (b"<html>hello</html>\n", "prompt 1 with no token"),
+    ],
+)
+def test_a_server_that_answers_nonsense_is_no_fast_server(said: bytes, words: str) -> None:
+    handler = type("Handler", (Nonsense,), {"said": said})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        run = {"name": "greedy", "prompts": [[1, 2]], "max_tokens": 4, "temperature": 0.0, "alone": True}
+        try:
+            with pytest.raises(EyasError, match=words):
+                Server(f"http://127.0.0.1:{server.server_port}/v1").generate(run, 1, lambda _: None)
+        finally:
+            server.shutdown()
