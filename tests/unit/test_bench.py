@@ -6,13 +6,14 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eyas.errors import EyasError
 from eyas.evaluate.engine_figures import by_task, figures, table
-from eyas.evaluate.engines import drafts_of, task_of
+from eyas.evaluate.engines import drafts_of, prompts_from, task_of
 from eyas.evaluate.served import Server, read_metrics
 
 VLLM = """\
@@ -210,3 +211,9 @@ def test_a_server_that_answers_nonsense_is_no_fast_server(said: bytes, words: st
                 Server(f"http://127.0.0.1:{server.server_port}/v1").generate(run, 1, lambda _: None)
         finally:
             server.shutdown()
+
+
+def test_a_line_of_prompts_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("{no json\n")
+    with pytest.raises(EyasError, match=r"p\.jsonl:1: .*(JSON|property name)"):
+        prompts_from([tmp_path / "p.jsonl"], None)  # type: ignore[arg-type]  # no prompt gets as far as the tokenizer

@@ -175,6 +175,8 @@ def prompts_from(files: list[Path], verifier: Verifier) -> Sequence[Prompt]:
     found = []
     for file in find_files(files):
         for place, record in read_records(file):
+            if isinstance(record, ValueError):
+                raise EyasError(f"{place}: {record}: give conversations as eyas prepare takes them")
             try:
                 messages = messages_of(record)
                 asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
