@@ -356,7 +356,10 @@ def rope_settings(config: dict[str, Any]) -> tuple[float | None, float | None, d
     old = old if isinstance(old, dict) else {}
     scaling = old or {k: v for k, v in new.items() if k != "rope_theta"}
     plain = (scaling.get("rope_type") or scaling.get("type") or "default") == "default"
-    thetas = [float(t) if type(t) in (int, float) else None for t in (config.get("rope_theta"), new.get("rope_theta"))]
+    thetas = [
+        float(t) if isinstance(t, int | float) and not isinstance(t, bool) else None
+        for t in (config.get("rope_theta"), new.get("rope_theta"))
+    ]
     return thetas[0], thetas[1], None if plain else dict(scaling)
 
 
