@@ -5,6 +5,7 @@ Standard library only. Raises EyasError with the server's own words.
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -39,7 +40,10 @@ class Api:
         """The reply to a GET, or to a POST of `body`. Raises OSError."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.root + path, data=data, headers=self.headers)
-        return cast(IO[bytes], urllib.request.urlopen(request, timeout=timeout))
+        try:
+            return cast(IO[bytes], urllib.request.urlopen(request, timeout=timeout))
+        except http.client.HTTPException as error:  # what answers speaks no HTTP
+            raise OSError(f"no HTTP answer: {type(error).__name__}") from None
 
     def refused(self, error: Exception) -> EyasError:
         """What a request that failed comes to."""

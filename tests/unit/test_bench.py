@@ -6,13 +6,14 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eyas.errors import EyasError
 from eyas.evaluate.engine_figures import by_task, figures, table
-from eyas.evaluate.engines import drafts_of, task_of
+from eyas.evaluate.engines import drafts_of, prompts_from, task_of
 from eyas.evaluate.served import Server, read_metrics
 
 VLLM = """\
@@ -156,3 +157,63 @@ def test_table_names_the_best_number_of_drafts() -> None:
     assert "best for one stream: 2 drafts a round; for 4: 1" in text
     assert "8 of 8" in text
     assert "1.50" in text.splitlines()[-2], "45 tokens/s for 30"
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("vllm:spec_decode_num_drafts_total 12\nvllm:spec_decode_num_drafts_total NaN\n", 12),
+        ("vllm:spec_decode_num_drafts_total twelve\n", 0),
+        ("<html>no metrics here</html>", 0),
+    ],
+)
+def test_a_metrics_page_of_nonsense_counts_nothing(page: str, found: int) -> None:
+    assert read_metrics(page)["drafts"] == found
+
+
+class Nonsense(BaseHTTPRequestHandler):
+    """A server that names a model and streams `said`."""
+
+    said = b""
+
+    def do_GET(self) -> None:
+        self.reply(b'{"data": [{"id": "m"}]}' if self.path.endswith("models") else b"")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.reply(self.said)
+
+    def reply(self, text: bytes) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_words: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (b'data: {"error": {"message": "out of pages"}}\n\n', "out of pages"),
+        (b"data: [1]\n\n", r"streamed \[1\]"),
+        (b"data: {no json\n\n", "gave no answer"),
+        (b"<html>hello</html>\n", "prompt 1 with no token"),
+    ],
+)
+def test_a_server_that_answers_nonsense_is_no_fast_server(said: bytes, words: str) -> None:
+    handler = type("Handler", (Nonsense,), {"said": said})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        run = {"name": "greedy", "prompts": [[1, 2]], "max_tokens": 4, "temperature": 0.0, "alone": True}
+        try:
+            with pytest.raises(EyasError, match=words):
+                Server(f"http://127.0.0.1:{server.server_port}/v1").generate(run, 1, lambda _: None)
+        finally:
+            server.shutdown()
+
+
+def test_a_line_of_prompts_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("{no json\n")
+    with pytest.raises(EyasError, match=r"p\.jsonl:1: .*(JSON|property name)"):
+        prompts_from([tmp_path / "p.jsonl"], None)  # type: ignore[arg-type]  # no prompt gets as far as the tokenizer

@@ -103,9 +103,25 @@ def test_a_pickle_that_names_code_is_refused_and_not_executed(verifier: Path, tm
 
     config, tensors = eagle3(verifier)
     folder = write(tmp_path / "c", config, {**tensors, "x": Evil()}, pickle=True)  # type: ignore[dict-item]
-    with pytest.raises(EyasError, match=r"pytorch_model\.bin") as error:
+    with pytest.raises(
+        EyasError, match=r"pytorch_model\.bin: it names code \(posix\.mkdir\), which eyas does not"
+    ) as error:
         answer(folder)
     assert "\n" not in str(error.value) and not (tmp_path / "executed").exists()
+    (folder / "pytorch_model.bin").write_bytes(b"no pickle at all")
+    with pytest.raises(EyasError, match="no whole file of tensors") as error:
+        answer(folder)
+    assert "weights_only" not in str(error.value)  # torch advises to execute it
+
+
+def test_parameters_of_a_pickle_are_tensors_and_sparse_ones_are_refused(verifier: Path, tmp_path: Path) -> None:
+    config, weights = eagle3(verifier)
+    asked = {n: torch.nn.Parameter(t) if t.is_floating_point() else t for n, t in weights.items()}
+    assert answer(write(tmp_path / "c", config, asked, pickle=True), verifier)["exit"] == 1
+    for i, value in enumerate((weights["fc.weight"].to_sparse(), weights["fc.weight"].to("meta"))):
+        folder = write(tmp_path / str(i), config, {**weights, "fc.weight": value}, pickle=True)
+        with pytest.raises(EyasError, match=r"fc\.weight is sparse, or holds no numbers"):
+            answer(folder, verifier)
 
 
 def test_speculators_form_is_for_vllm_and_speculators(verifier: Path, tmp_path: Path) -> None:
@@ -133,6 +149,51 @@ def test_weights_in_several_files_are_one_drafter(verifier: Path, tmp_path: Path
     (folder / "model-1.safetensors").unlink()
     with pytest.raises(EyasError, match=r"model-1\.safetensors, which .*index\.json names, is missing"):
         answer(folder, verifier)
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"shape": [H - 1]}, "norm.weight another place than its shape"),
+        ({"shape": [-H]}, "no whole safetensors file"),
+        ({"shape": [str(H)]}, "no whole safetensors file"),
+        ({"dtype": "BF16"}, "norm.weight another place than its shape"),
+        ({"dtype": ["F32"]}, "unknown type"),
+        ({"data_offsets": [0, 4 * H]}, "another place than its shape"),
+        ({"data_offsets": [-4, 4 * H - 4]}, "norm.weight another place than its shape"),
+        ({"data_offsets": [0]}, "no whole safetensors file"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(
+    verifier: Path, tmp_path: Path, about: dict[str, Any], said: str
+) -> None:
+    file = write(tmp_path / "c", *eagle3(verifier)) / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["norm.weight"].update(about)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(EyasError, match=said):
+        answer(tmp_path / "c", verifier)
+
+
+def test_files_that_are_no_checkpoint_are_said_in_one_line(verifier: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "c", *eagle3(verifier))
+    good = (folder / "config.json").read_bytes()
+    for text in (b"", b"[1]", b"[" * 100_000, b'{"a": "\xe9"}', b"\xef\xbb\xbf" + good):  # engines stop at a BOM, too
+        (folder / "config.json").write_bytes(text)
+        with pytest.raises(EyasError, match=r"config\.json"):
+            answer(folder)
+    (folder / "config.json").write_bytes(good)
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(EyasError, match="git lfs pull"):
+        answer(folder)
+    (folder / "model.safetensors").unlink()
+    for index in ('{"weight_map": {"fc.weight": 1}}', "[" * 100_000):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(EyasError, match="no index of weights"):
+            answer(folder)
 
 
 # -- the faults --------------------------------------------------------------------------------------------------------
@@ -296,6 +357,18 @@ FAULTS = [
     Fault("MLA under llama's name", config(architectures=["LlamaForCausalLMEagle3"]), "architecture", "makes a drafter of the llama kind and leaves it random", "whole", form="mla"),
     Fault("MLA of DeepSeek-V3's type", config(model_type="deepseek_v3"), "model-type", "takes it for DeepSeek's multi-token prediction", "whole", form="mla"),
     Fault("MLA drafter without head", without("lm_head.weight"), "head-missing", "SGLang 0.5.23, 0.5.14 leaves it random", "clean", form="mla"),
+    Fault("a size in quotes", config(hidden_size=str(H)), "type", "another value than was meant", "whole"),
+    Fault("a size as a fraction", config(vocab_size=float(V)), "type", "engines stop", "whole"),
+    Fault("a theta in quotes", both(config(rope_theta="50000"), without("rope_parameters")), "type", "engines stop", "whole"),
+    Fault("a size of nothing", config(num_attention_heads=0), "type", "engines stop", None),
+    Fault("a flag in quotes", config(tie_word_embeddings="false"), "type", "another value than was meant", None),
+    Fault("layer ids that are no list", config(eagle_aux_hidden_state_layer_ids="2,4,5"), "type", "engines stop", None),
+    Fault("eps that is no number", config(rms_norm_eps=float("nan")), "type", "engines stop", None),
+    Fault("MLA with a size in quotes", config(kv_lora_rank="16"), "type", "engines stop", "whole", form="mla"),
+    Fault("fp8 weights without scales", tensors(midlayer__mlp__up_proj__weight=lambda w: w.to(torch.float8_e4m3fn)), "quantised", "without their scales", None),
+    Fault("int8 weights with scales", tensors(fc__weight=lambda w: w.to(torch.int8), fc__weight_scale=torch.ones(1)), "quantised", "without their scales", None),
+    Fault("a map of NaN", tensors(d2t=lambda d: d * float("nan")), "map-unreadable", "engines stop", "whole"),
+    Fault("a map of two dimensions", tensors(d2t=lambda d: d[None]), "map-unreadable", "engines stop", "whole"),
     Fault("speculators without norm_before_residual", without("norm_before_residual"), "norm-before-residual-unsaid", "vLLM takes it as true", None, form="speculators"),
 ]  # fmt: skip
 MAKE: dict[str, Any] = {

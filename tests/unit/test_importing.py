@@ -202,3 +202,28 @@ def test_layers_can_be_named_where_config_json_is_of_two_minds(verifier: Path, t
     assert checkpoint_layers(tmp_path / "ours", Verifier(verifier).config) == (1, 3, 6)
     with pytest.raises(EyasError, match="is there already: name a new folder"):
         import_drafter(folder, str(verifier), tmp_path / "ours", say=silent)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("hidden_size", str(H), 'hidden_size is "64", where a whole number'),
+        ("num_attention_heads", 0, "num_attention_heads is 0, where"),
+        ("rope_parameters", [1], "rope_parameters is .1., where an object"),
+        ("eagle_aux_hidden_state_layer_ids", [2, None, 5], "where a list of whole numbers"),
+        ("eagle_config", {"eagle_aux_hidden_state_layer_ids": "1,3,4"}, "is no list of whole numbers"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_words(
+    verifier: Path, tmp_path: Path, key: str, value: Any, said: str
+) -> None:
+    folder = write(tmp_path / "c", *eagle3(verifier), lambda c, _t: c.update({key: value}))
+    with pytest.raises(EyasError, match=said):
+        import_drafter(folder, str(verifier), tmp_path / "ours", say=silent)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_map_that_is_no_list_is_refused_in_words(verifier: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "c", *eagle3(verifier), lambda _c, t: t.update(d2t=t["d2t"][None]))
+    with pytest.raises(EyasError, match=r"d2t is no list of numbers, its shape is \[1, 40\]"):
+        import_drafter(folder, str(verifier), tmp_path / "ours", say=silent)

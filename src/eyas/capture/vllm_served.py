@@ -7,6 +7,7 @@ the first run of `eyas capture --url` writes it, says the command that starts th
 
 from __future__ import annotations
 
+import http.client
 import json
 import shlex
 import time
@@ -80,7 +81,7 @@ class ServedEngine:
                 said = json.load(reply)
             choice = said["choices"][0]
             text = Text(list(choice["token_ids"]), str(choice.get("finish_reason")))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise self.api.refused(error) from None
         except (KeyError, IndexError, TypeError):
             raise EyasError(f"{self.api.root} gives no token ids: a vLLM from 0.11 on is needed") from None

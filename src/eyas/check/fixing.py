@@ -13,7 +13,7 @@ import numpy as np
 from eyas.check.against import mapped, rows_of_head
 from eyas.check.engines import LAYER_KEY, useless
 from eyas.check.maps import targets
-from eyas.check.settings import DEFAULT_THETA, IDS, meant_layers, rope_settings
+from eyas.check.settings import DEFAULT_THETA, IDS, as_number, meant_layers, rope_settings
 from eyas.check.subject import Finding, Ints, Subject
 from eyas.check.tensors import head_dim_by_shape
 from eyas.drafter.checkpoint import sglang_layer_ids
@@ -62,7 +62,10 @@ def _head_and_map(s: Subject, keys: set[str], tensors: dict[str, Tensor]) -> Non
         for name in MAPS:
             tensors.pop(name, None)
         return
-    maps = {"map-missing", "map-length", "map-dtype", "map-absolute", "map-range", "map-of-another", "head-rows"}
+    maps = {
+        *("map-missing", "map-unreadable", "map-length", "map-dtype"),
+        *("map-absolute", "map-range", "map-of-another", "head-rows"),
+    }
     if not keys & {*maps, "t2d-missing", "t2d-length"}:
         return
     tokens = tokens if "head-rows" in keys else targets(s)
@@ -82,6 +85,9 @@ def _settings(s: Subject, keys: set[str], config: dict[str, Any]) -> dict[str, A
         config["architectures"] = [CONTRACT_ARCHITECTURE[s.kind][0]]
     if "model-type" in keys:
         config["model_type"] = CONTRACT_ARCHITECTURE[s.kind][1]
+    if "type" in keys:
+        for part in (config, layer):
+            part.update({k: meant for k, v in part.items() if (meant := as_number(k, v)) is not None})
     if "size-missing" in keys or "shape" in keys:
         _sizes(s, layer)
     if "draft-vocab-size" in keys or "draft_vocab_size" not in config:

@@ -65,10 +65,18 @@ def rules(s: Subject) -> Iterator[Finding]:
         if small:
             yield _no_map(s)
         return
-    yield from _type(s)
     if s.d2t is None:
-        yield Finding("map-unreadable", True, "d2t is no list of numbers", f"engines stop, or {NOTHING}", todo=REMAKE)
+        stored = s.folder.tensors["d2t"]
+        yield Finding(
+            "map-unreadable",
+            True,
+            f"d2t is no list of whole numbers: {stored.dtype}, shape {list(stored.shape)}",
+            f"engines stop, or {NOTHING}",
+            "makes d2t of t2d" if small and targets(s) is not None else None,
+            REMAKE,
+        )
         return
+    yield from _type(s)
     if not small:
         yield from _whole_vocabulary(s)
         return

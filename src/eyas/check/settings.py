@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,17 +14,84 @@ from eyas.drafter.conventions import CONTRACT_ARCHITECTURE, read_by_sglang
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
 REQUIRED_OF_MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DEFAULT_THETA = 10_000.0
+WHOLE = (
+    *("hidden_size", "target_hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "max_position_embeddings"),
+    *REQUIRED_OF_MLA,
+)
+REAL = ("rms_norm_eps", "rope_theta")
+FLAGS = (*NORM_FLAGS, "tie_word_embeddings", "attention_bias", "mlp_bias")
+PARTS = ("rope_parameters", "rope_scaling", "eagle_config", "transformer_layer_config")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def rules(s: Subject) -> Iterator[Finding]:
     """Everything that config.json shows."""
+    yield from types(s)
     yield from architecture(s)
     yield from sizes(s)
     yield from nulls(s)
     yield from flags(s)
     yield from rope(s)
     yield from layers(s)
+
+
+def types(s: Subject) -> Iterator[Finding]:
+    """Values of another type than their key's, which other rules would take for values that are not there."""
+    eagle = s.config.get("eagle_config")
+    inner = {f"eagle_config.{LAYER_KEY}": eagle.get(LAYER_KEY)} if isinstance(eagle, dict) else {}
+    for key, value in {**s.config, **inner, **{k: s.folder.raw[k] for k in PARTS if k in s.folder.raw}}.items():
+        wanted = wanted_type(key)
+        if wanted is None or value is None or right_type(key, value):
+            continue
+        number = as_number(key, value)
+        yield Finding(
+            "type",
+            True,
+            f"{key} is {json.dumps(value)[:60]} in config.json, where {wanted} belongs",
+            "engines stop, or compute with another value than was meant",
+            None if number is None else f"writes {key} as {number:,}",
+            f"write {wanted} there, as it was in training",
+        )
+
+
+def wanted_type(key: str) -> str | None:
+    """The type of a key's value, in words; None where no rule reads it."""
+    if key in WHOLE:
+        return "a whole number above 0"
+    if key in REAL:
+        return "a number above 0"
+    if key in FLAGS:
+        return "true or false"
+    if key.endswith(LAYER_KEY):
+        return "a list of whole numbers"
+    return "an object" if key in PARTS else None
+
+
+def right_type(key: str, value: Any) -> bool:
+    """Whether `value` is of the type that its key wants."""
+    if key in WHOLE:
+        return type(value) is int and value > 0
+    if key in REAL:
+        return type(value) in (int, float) and 0 < value < math.inf
+    if key in FLAGS:
+        return isinstance(value, bool)
+    if key.endswith(LAYER_KEY):
+        return isinstance(value, list) and all(type(k) is int for k in value)
+    return isinstance(value, dict)
+
+
+def as_number(key: str, value: Any) -> int | float | None:
+    """The number that is written as a string, or a whole one as a fraction; None where `value` says no other number."""
+    if key not in (*WHOLE, *REAL) or isinstance(value, bool) or right_type(key, value):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if not 0 < number < math.inf or (key in WHOLE and number != int(number)):
+        return None
+    return int(number) if key in WHOLE else number
 
 
 def architecture(s: Subject) -> Iterator[Finding]:
@@ -288,7 +357,8 @@ def rope_settings(config: dict[str, Any]) -> tuple[float | None, float | None, d
     scaling = old or {k: v for k, v in new.items() if k != "rope_theta"}
     plain = (scaling.get("rope_type") or scaling.get("type") or "default") == "default"
     thetas = [
-        float(t) if isinstance(t, int | float) else None for t in (config.get("rope_theta"), new.get("rope_theta"))
+        float(t) if isinstance(t, int | float) and not isinstance(t, bool) else None
+        for t in (config.get("rope_theta"), new.get("rope_theta"))
     ]
     return thetas[0], thetas[1], None if plain else dict(scaling)
 

@@ -107,7 +107,7 @@ class Subject:
             return None
         if stored.dtype in FLOATS:
             values = self.folder.floats(name)
-            if not np.isfinite(values).all():
+            if not (np.abs(values) < 2**53).all():  # NaN, too
                 return None
             return np.rint(values).astype(np.int64)
         if stored.dtype in (*INTEGERS, "BOOL"):

@@ -12,12 +12,15 @@ from eyas.drafter.conventions import FLAG_TENSORS, MAPS, canonical, parameters
 from eyas.drafter.folder import FLOATS
 
 ROWS = 8192  # rows looked through at a time
+# What quantising tools put beside a weight, or in its place.
+SCALES = ("_scale", "_scale_inv", "_zero_point", ".qweight", ".qzeros", ".scales", ".g_idx", "_packed")
 SWAPPED = "config.json and weights are of two drafters: take the config.json that was written with the weights"
 
 
 def rules(s: Subject) -> Iterator[Finding]:
     """Everything that the tensors show by themselves."""
     yield from names(s)
+    yield from quantised(s)
     yield from missing(s)
     yield from strangers(s)
     yield from shapes(s)
@@ -53,9 +56,24 @@ def names(s: Subject) -> Iterator[Finding]:
         yield Finding(
             "twice",
             True,
-            f"{listed(s.folder.twice)} is there twice, under two names",
-            "which of the two an engine keeps depends on their order in the file",
+            f"{listed(s.folder.twice)} is there twice, under two names or in two files",
+            "which of the two an engine keeps depends on the order in which it reads them",
             todo="find out which is the trained one, and delete the other",
+        )
+
+
+def quantised(s: Subject) -> Iterator[Finding]:
+    """Weights in numbers that mean nothing without their scales."""
+    found = [t for n, t in s.folder.tensors.items() if n in (*parameters(s.kind), EMBEDDING) and t.dtype not in FLOATS]
+    scales = [t.name for t in s.folder.tensors.values() if t.name.endswith(SCALES)]
+    if found or scales:
+        kinds = f" ({', '.join(sorted({t.dtype for t in found}))})" if found else ""
+        yield Finding(
+            "quantised",
+            True,
+            f"the weights are quantised: {listed([*(t.name for t in found), *scales])}{kinds}",
+            "engines take the numbers without their scales, or stop: " + LITTLE,
+            todo="export it in bfloat16, which every engine loads",
         )
 
 
@@ -115,7 +133,7 @@ def _no_head(s: Subject) -> Finding:
 def strangers(s: Subject) -> Iterator[Finding]:
     """Tensors that are no part of a drafter of this kind."""
     known = (*parameters(s.kind), EMBEDDING, *MAPS)
-    strange = [t.name for n, t in s.folder.tensors.items() if n not in known]
+    strange = [t.name for n, t in s.folder.tensors.items() if n not in known and not t.name.endswith(SCALES)]
     dead = [n for n in strange if useless(n)]
     quiet = [x for x in s.loadings if x.engine.unknown == "ignored"]
     loud = [x for x in s.loadings if x.engine.unknown == "refused"]
@@ -282,10 +300,10 @@ def values(s: Subject) -> Iterator[Finding]:
     bad: dict[str, list[str]] = {"not-finite": [], "all-zero": []}
     for name in (*parameters(s.kind), EMBEDDING):
         stored = s.folder.tensors.get(name)
-        if stored is None or stored.dtype not in FLOATS:
-            continue
+        if stored is None or stored.dtype not in FLOATS or not stored.shape or not stored.shape[0]:
+            continue  # no rows: the shape is the fault
         finite, zero = True, True
-        for start in range(0, stored.shape[0] if stored.shape else 0, ROWS):
+        for start in range(0, stored.shape[0], ROWS):
             part = s.folder.array(name)[start : start + ROWS]
             if stored.dtype == "BF16":
                 finite = finite and not ((part & 0x7F80) == 0x7F80).any()

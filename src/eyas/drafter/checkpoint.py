@@ -261,6 +261,9 @@ def checkpoint_layers(folder: Path, verifier: VerifierConfig) -> tuple[int, ...]
     config = json.loads((folder / CONFIG).read_bytes())
     eagle = config.get("eagle_config")
     top, inner = config.get(LAYER_KEY), eagle.get(LAYER_KEY) if isinstance(eagle, dict) else None
+    for ids in (top, inner):
+        if ids and not (isinstance(ids, list) and all(type(k) is int for k in ids)):
+            raise EyasError(f"{folder}: {LAYER_KEY} in {CONFIG} is no list of whole numbers: {json.dumps(ids)[:60]}")
     meant = read_by_sglang(inner, verifier.model_type, verifier.num_layers) if inner else None
     if top and inner and tuple(top) != meant:
         raise EyasError(
@@ -271,7 +274,13 @@ def checkpoint_layers(folder: Path, verifier: VerifierConfig) -> tuple[int, ...]
 
 
 def _drafter_config(found: DrafterFolder, verifier: VerifierConfig) -> DrafterConfig:
+    from eyas.check.settings import right_type, wanted_type
+
     folder, c = found.path, found.config
+    for key, value in c.items():
+        wanted = wanted_type(key)
+        if wanted and value is not None and not right_type(key, value):
+            raise EyasError(f"{folder}/{CONFIG}: {key} is {json.dumps(value)[:60]}, where {wanted} belongs")
     rope = c.get("rope_parameters") or {}
     scaling = c.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
     if scaling.get("rope_type", scaling.get("type", "default")) == "default":
@@ -320,6 +329,8 @@ def _vocab(d2t: Tensor | None, t2d: Tensor | None, config: DrafterConfig, folder
         return DraftVocab(np.zeros(V, dtype=np.int64), np.ones(V, dtype=bool))
     if d2t.is_floating_point():
         raise EyasError(f"{folder}: d2t was cast to {d2t.dtype} with the weights: `eyas check --fix` can repair it")
+    if d2t.ndim != 1 or not len(d2t):
+        raise EyasError(f"{folder}: d2t is no list of numbers, its shape is {list(d2t.shape)}")
     offsets = d2t.numpy().astype(np.int64)
     targets = np.arange(len(offsets)) + offsets
     if len(offsets) != Vd or targets.min() < 0 or targets.max() >= V or (np.diff(targets) <= 0).any():

@@ -11,6 +11,8 @@ when asked for, tensor by tensor, out of the page cache.
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,6 +50,7 @@ NUMPY = {
 FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = ("I64", "I32", "I16", "I8", "U8", "U16", "U32", "U64")
 MOST_HEADER = 100 << 20
+POINTER = b"version https://git-lfs"  # how the few words begin that Git LFS leaves in place of a file
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,9 @@ class DrafterFolder:
         if stored.value is not None:
             import torch
 
-            value = stored.value.contiguous()
-            plain = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
-            return np.asarray(plain.numpy())
+            bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+            value = stored.value.detach().contiguous()
+            return np.asarray(value.view(bits.get(value.dtype, value.dtype)).numpy())
         if not np.prod(stored.shape):
             return np.empty(stored.shape, NUMPY[stored.dtype])
         try:
@@ -154,11 +157,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise EyasError(f"{path} is no folder: name one that holds a drafter's {CONFIG} and weights")
     try:
-        config = json.loads((path / CONFIG).read_bytes())
+        config = json.loads((path / CONFIG).read_text("utf-8"))
     except FileNotFoundError:
         raise EyasError(f"{path} is no drafter checkpoint: {CONFIG} is missing") from None
-    except (OSError, ValueError) as e:
-        raise EyasError(f"{path} cannot be read: {CONFIG}: {' '.join(str(e).split())}") from None
+    except (OSError, ValueError, RecursionError) as e:
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else " ".join(str(e).split())
+        raise EyasError(f"{path} cannot be read: {CONFIG}: {reason}") from None
     if not isinstance(config, dict):
         raise EyasError(f"{path}: {CONFIG} is no JSON object")
     return config
@@ -172,8 +176,8 @@ def _weight_files(path: Path) -> list[Path]:
             return [path / single]
         if index.exists():
             try:
-                names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                names = sorted({Path(n).as_posix() for n in json.loads(index.read_bytes())["weight_map"].values()})
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise EyasError(f"{path} cannot be read: {index.name} is no index of weights") from None
             if missing := [n for n in names if not (path / n).exists()]:
                 raise EyasError(f"{path} is no whole checkpoint: {missing[0]}, which {index.name} names, is missing")
@@ -194,17 +198,39 @@ def _safetensors(file: Path) -> list[Stored]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         found = [
-            Stored(name, about["dtype"], tuple(about["shape"]), file, 8 + length + about["data_offsets"][0])
+            Stored(name, str(about["dtype"]), _shape(about["shape"]), file, 8 + length + about["data_offsets"][0])
             for name, about in header.items()
         ]
-        end = max((about["data_offsets"][1] for about in header.values()), default=0) + 8 + length
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise EyasError(f"{file.parent} cannot be read: {file.name} is no whole safetensors file") from None
+        ends = [8 + length + about["data_offsets"][1] for about in header.values()]
+    except OSError as e:
+        raise EyasError(f"{file.parent} cannot be read: {file.name}: {e.strerror or e}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        reason = (
+            "is what Git LFS leaves in place of the file: git lfs pull"
+            if (start + text).startswith(POINTER) or start == POINTER[:8]
+            else "is no whole safetensors file"
+        )
+        raise EyasError(f"{file.parent} cannot be read: {file.name} {reason}") from None
     if unknown := [s for s in found if s.dtype not in NUMPY]:
         raise EyasError(f"{file.parent} cannot be read: {unknown[0].name} is of the unknown type {unknown[0].dtype}")
-    if file.stat().st_size != end:
+    at = 8 + length  # the values lie one behind the other, each as long as its shape says
+    for stored, end in sorted(zip(found, ends, strict=True), key=lambda pair: (pair[0].offset, pair[1])):
+        size = math.prod(stored.shape) * np.dtype(NUMPY[stored.dtype]).itemsize
+        if stored.offset != at or end != at + size:
+            raise EyasError(
+                f"{file.parent} cannot be read: {file.name} says of {stored.name} another place than its shape and type"
+            )
+        at = end
+    if file.stat().st_size != at:
         raise EyasError(f"{file.parent} cannot be read: {file.name} is cut short, or longer than its header says")
     return found
+
+
+def _shape(sides: list[Any]) -> tuple[int, ...]:
+    """A shape of a header. Raises ValueError for what is none."""
+    if not isinstance(sides, list) or not all(type(n) is int and n >= 0 for n in sides):
+        raise ValueError("no shape")
+    return tuple(sides)
 
 
 def _pickle(file: Path) -> list[Stored]:
@@ -222,6 +248,8 @@ def _pickle(file: Path) -> list[Stored]:
         torch.int8: "I8",
         torch.uint8: "U8",
         torch.bool: "BOOL",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
     }
     try:
         try:
@@ -229,7 +257,13 @@ def _pickle(file: Path) -> list[Stored]:
         except RuntimeError:  # a file of before torch 1.6 is no zip, and cannot be mapped
             found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as e:  # torch.load raises RuntimeError, UnpicklingError, EOFError, ... for a broken file
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0][:200]
+        # torch's own words advise to execute what the file holds (weights_only=False): they are not passed on.
+        code = re.search(r"GLOBAL ([\w.]+)", str(e))
+        reason = (
+            f"it names code ({code[1]}), which eyas does not execute"
+            if code
+            else f"{type(e).__name__}, it is no whole file of tensors"
+        )
         raise EyasError(f"{file.parent} cannot be read: {file.name}: {reason}") from None
     for inner in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(inner), dict):
@@ -237,6 +271,8 @@ def _pickle(file: Path) -> list[Stored]:
     if not isinstance(found, dict) or not all(isinstance(n, str) for n in found):
         raise EyasError(f"{file.parent} cannot be read: {file.name} holds no tensors by name")
     tensors = {n: t for n, t in found.items() if isinstance(t, torch.Tensor)}
+    if odd := [n for n, t in tensors.items() if t.layout != torch.strided or t.is_meta]:
+        raise EyasError(f"{file.parent} cannot be read: {odd[0]} is sparse, or holds no numbers")
     if unknown := [n for n, t in tensors.items() if t.dtype not in names]:
         raise EyasError(f"{file.parent} cannot be read: {unknown[0]} is of the type {tensors[unknown[0]].dtype}")
     return [Stored(n, names[t.dtype], tuple(t.shape), file, value=t) for n, t in tensors.items()]

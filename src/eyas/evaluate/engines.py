@@ -36,7 +36,7 @@ from eyas.evaluate.engine_figures import by_task, figures, line, table, told
 from eyas.evaluate.hosted import Host
 from eyas.evaluate.run import check_verifier, find_checkpoint, prompt_of, spread, verifier_of
 from eyas.evaluate.served import Server
-from eyas.files import write_json
+from eyas.files import check_writable, write_json
 from eyas.store.reader import open_source
 from eyas.store.remote import staged
 from eyas.train.batches import split_source
@@ -105,6 +105,10 @@ def bench(path: Path, options: BenchOptions, output: Path | None = None, say: Sa
     dtype = str(compute_dtype(options.dtype, "cuda" if torch.cuda.is_available() else "cpu")).removeprefix("torch.")
     if output is None and run:
         output = Path(run["run_dir"]) / "bench.json"
+    if output is not None:  # said now, not when the work is done
+        if output.is_dir():
+            raise EyasError(f"{output} is a folder: name a file for the figures (--output)")
+        check_writable(output.absolute().parent, f"the figures {output}")
     runs = make_runs(prompts, options)
     version, mended, measured = "a server", False, dict[int, dict[str, Any]]()
     with ExitStack() as ends:
@@ -132,6 +136,7 @@ def bench(path: Path, options: BenchOptions, output: Path | None = None, say: Sa
     for text in (table(result), *told(result)):
         say(text)
     if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
         write_json(output, result)
         say(f"figures: {output}")
     if far := [r for r in result.get("agreement", []) if r["apart"] > agreement.WITHIN]:
@@ -170,6 +175,8 @@ def prompts_from(files: list[Path], verifier: Verifier) -> Sequence[Prompt]:
     found = []
     for file in find_files(files):
         for place, record in read_records(file):
+            if isinstance(record, ValueError):
+                raise EyasError(f"{place}: {record}: give conversations as eyas prepare takes them")
             try:
                 messages = messages_of(record)
                 asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)

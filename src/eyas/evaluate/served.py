@@ -7,7 +7,9 @@ accept length (`--enable-metrics`). A server that shows neither is timed only.
 
 from __future__ import annotations
 
+import http.client
 import json
+import math
 import re
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from eyas.api import Api
+from eyas.errors import EyasError
 
 SAY_SECONDS = 5.0
 SAMPLE = re.compile(r"^([\w:]+)(\{[^}]*\})?\s+(\S+)")
@@ -57,7 +60,7 @@ class Server(Api):
         try:
             with self.open("/metrics", timeout=30) as reply:
                 text = reply.read().decode(errors="replace")
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             text = ""
         return read_metrics(text)
 
@@ -79,13 +82,17 @@ class Server(Api):
                     if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
                         continue
                     part = json.loads(line[5:])
+                    if not isinstance(part, dict) or "error" in part:
+                        raise ValueError(f"it streamed {' '.join(line[5:].decode(errors='replace').split())[:300]}")
                     if said := "".join(c.get("text") or "" for c in part.get("choices") or []):
                         last = time.monotonic()
                         first = first or last
                         text += said
                     count = ((part.get("usage") or {}).get("completion_tokens")) or count
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise self.refused(error) from None
+        if not count and not text:
+            raise EyasError(f"{self.root} answered prompt {i + 1} with no token: does it stream completions?")
         return text, count, last - first
 
 
@@ -98,7 +105,13 @@ def read_metrics(text: str) -> dict[str, Any]:
         sample = SAMPLE.match(line)
         if not sample:
             continue
-        name, labels, value = sample[1].removesuffix("_total"), sample[2] or "", float(sample[3])
+        name, labels = sample[1].removesuffix("_total"), sample[2] or ""
+        try:
+            value = float(sample[3])
+        except ValueError:
+            continue
+        if not math.isfinite(value):
+            continue
         if name == "vllm:spec_decode_num_drafts":
             found["drafts"] += int(value)
         elif name == "vllm:spec_decode_num_draft_tokens":
