@@ -157,7 +157,7 @@ def test_a_drafter_that_speculators_trained_on_our_store_is_checked_imported_and
     capture(verifier, tmp_path / "prepared", tmp_path / "store", dtype="fp32")
     vocab = choose(rng.integers(1, 1000, 400), VD)
     training_data(StoreSource(tmp_path / "store"), vocab, range(8), tmp_path / "data.safetensors")
-    speculators("train", tiny_verifier, tmp_path / "data.safetensors", tmp_path / "theirs", 8)
+    speculators("train", tiny_verifier, tmp_path / "data.safetensors", tmp_path / "theirs", 80)
 
     lines: list[str] = []
     code = check(tmp_path / "theirs", verifier_path=str(tiny_verifier), as_json=True, say=lines.append)
