@@ -118,7 +118,7 @@ class Trainer:
 
 
 def fastest(batch: dict[str, torch.Tensor]) -> str:
-    """The attention whose fastest of three steps, after one, takes least; those that cannot run here are said and left out."""
+    """The attention whose best of three steps takes least; those that cannot run here are said and left out."""
     seconds = {}
     for attention in ATTENTIONS:
         try:
