@@ -5,7 +5,6 @@ Each rank writes a log of its own here, as on a cluster; what is asked of is tha
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -19,21 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from from_integration import conftest
+from recorded import gone
 
 import eyas as package
 from eyas.record import beat, events
 from eyas.store.reader import StoreSource
 from eyas.train.batches import epoch_order, pack, split_source
-
-HERE = Path(__file__).parents[1] / "integration"
-sys.path.append(str(HERE))
-from recorded import gone  # noqa: E402
-
-_spec = importlib.util.spec_from_file_location("integration_conftest", HERE / "conftest.py")
-assert _spec and _spec.loader
-_module = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = _module
-_spec.loader.exec_module(_module)
 
 SOON = 20.0  # seconds: fifteen, and some for a busy machine
 LENGTH, BATCH = 64, 64
@@ -56,7 +47,7 @@ def made(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     folder = tmp_path_factory.mktemp("ranks")
     verifier = Verifier(tiny_verifier)
-    _module.write_conversations(folder / "conversations.jsonl", 600)
+    conftest.write_conversations(folder / "conversations.jsonl", 600)
     prepare(verifier, [folder / "conversations.jsonl"], folder / "prepared", max_seq_len=LENGTH, show=0, say=_silent)
     capture(verifier, folder / "prepared", folder / "store", dtype="fp32", say=_silent)
     build(folder / "prepared", verifier, 96, folder / "vocab", say=_silent)

@@ -6,29 +6,20 @@ Takes a few minutes; `EYAS_KILLS=20` for less.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from from_integration import conftest
+from ranks import play, settings, start, steps, tensors, trace
 
-HERE = Path(__file__).parents[1] / "integration"
-sys.path.append(str(HERE))
-from ranks import play, settings, start, steps, tensors, trace  # noqa: E402
-
-_spec = importlib.util.spec_from_file_location("integration_conftest", HERE / "conftest.py")
-assert _spec and _spec.loader
-_module = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = _module
-_spec.loader.exec_module(_module)
-tiny = _module.tiny  # the fixture
+tiny = conftest.tiny  # the fixture
 
 KILLS = int(os.environ.get("EYAS_KILLS", "100"))
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(3600)]

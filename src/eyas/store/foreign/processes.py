@@ -2,7 +2,8 @@
 
 A few processes of this module (a fresh interpreter with numpy, no torch: 0.2 s) are sent groups of files and send back
 what `look` found. They are asked by one thread each. One that dies, or cannot be started, costs its speed and nothing
-else: its groups are looked at here. They end when their input does, which is when this process does.
+else: its groups are looked at here. They end when their input does, which is when this process does. What is pickled
+goes between this process and a child that it started, through a pipe: nothing of a file is ever unpickled.
 """
 
 from __future__ import annotations
