@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -199,6 +200,66 @@ def test_a_mismatch_is_read_again_and_then_named(tmp_path: Path, monkeypatch: py
     wrong[0] = 2
     with pytest.raises(EyasError, match=rf"{record.shard}: sample s1 at byte {record.parts[2].offset} does not match"):
         path.load([1], [50])
+
+
+def test_pieces_out_of_the_page_cache_are_verified_wherever_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(1)
+    data = bytearray(rng.randbytes(100_000))
+    monkeypatch.setattr(reads, "PIECE_BYTES", 5000)
+    for turn in range(200):
+        parts = []
+        for _ in range(rng.randrange(1, 12)):
+            start = rng.randrange(len(data))
+            nbytes = rng.randrange(1, len(data) - start + 1)
+            digest = xxhash.xxh3_64_hexdigest(data[start : start + nbytes])
+            parts.append(extent(tmp_path / "a", start, nbytes, xxh3=digest if rng.random() < 0.7 else None))
+        bad, stored = rng.randrange(len(data)), bytearray(data)
+        stored[bad] ^= (turn % 2) << rng.randrange(8)
+        (tmp_path / "a").write_bytes(stored)
+        flags = [rng.random() < 0.8 for _ in parts]
+        plan = plan_reads(parts, flags, call_bytes=30_000)
+        buffer = Ring().lease(plan.nbytes)
+        hit = [e for e in parts if e.xxh3 and e.offset <= bad < e.offset + e.nbytes]
+        if turn % 2 and hit:
+            with pytest.raises(EyasError, match="does not match its checksum") as raised:
+                reads.read(Files(), parts, plan, buffer.data)
+            assert any(f"at byte {e.offset} " in str(raised.value) for e in hit)
+        else:
+            reads.read(Files(), parts, plan, buffer.data)
+            for e, place in zip(parts, plan.places, strict=True):
+                assert buffer[place : place + e.nbytes].tobytes() == stored[e.offset : e.offset + e.nbytes]
+
+
+def test_only_a_long_call_through_the_page_cache_lets_the_kernel_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(bytes(64 * PAGE))
+    asked, real, direct = [], os.preadv, os.O_DIRECT
+    random_ones, advise = set(), os.posix_fadvise
+    monkeypatch.setattr(reads, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(reads, "_read_ahead", lambda _: 2 * PAGE)
+
+    def seen(fd: int, offset: int, length: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_RANDOM:
+            random_ones.add(fd)
+        advise(fd, offset, length, advice)
+
+    def counted(fd: int, buffers: list[Any], offset: int) -> int:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        asked.append("direct" if flags & direct else "pages" if fd in random_ones else "ahead")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "posix_fadvise", seen)
+    monkeypatch.setattr(os, "preadv", counted)
+    for pages, buffered, how in ((11, True, "pages"), (12, True, "ahead"), (64, False, "direct")):
+        parts = [extent(tmp_path / "a", 0, pages * PAGE)]
+        plan, files = plan_reads(parts, [buffered]), Files()
+        reads.read(files, parts, plan, Ring().lease(plan.nbytes).data)
+        if how != "direct" or "direct" in asked:  # tmpfs refuses direct I/O
+            assert asked == [how] * len(asked) and len(asked) == (pages if buffered else 1)
+        asked.clear()
 
 
 def test_a_file_cut_short_after_the_index_was_read_is_named(tmp_path: Path) -> None:

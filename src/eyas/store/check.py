@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 from torch import Tensor
 
 from eyas.errors import EyasError
@@ -199,7 +198,7 @@ def _look(source: Source, i: int, layers: Sequence[Tensor], directions: Tensor) 
         kinds += logits.faults(layers[-1], manifest.layers[-1], manifest.vocab_size)
     found = [Finding(name, *f) for f in kinds]
     sketch = (layers[0][0].float() @ directions).numpy()
-    return _Look(found, int(ids[0]), sketch, xxhash.xxh3_64_hexdigest(_bits(layers[-1]).tobytes()))
+    return _Look(found, int(ids[0]), sketch, layout.digest(_bits(layers[-1]).data))
 
 
 def _bits(layer: Tensor) -> npt.NDArray[np.uint16]:

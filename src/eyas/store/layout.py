@@ -297,6 +297,17 @@ def shard_number(name: str) -> int:
     return int(name.removesuffix(".safetensors").rsplit("-", 1)[1])
 
 
+def digest(data: bytes | memoryview) -> str:
+    """xxh3-64 of the bytes in hex.
+
+    By the library's object, which lets go of the GIL meanwhile; its one-shot functions keep it, and then a thread that
+    hashes 32 MiB stops all the others.
+    """
+    hashed = xxhash.xxh3_64()
+    hashed.update(data)
+    return hashed.hexdigest()
+
+
 def round_up(size: int, unit: int = PAGE) -> int:
     return -(-size // unit) * unit
 

@@ -28,6 +28,8 @@ from eyas.store.layout import OPEN_SUFFIX, PAGE
 from eyas.store.logits import pack
 
 CALL_BYTES = 32 << 20  # a call grows to at least this where the batch has that much in one piece
+PIECE_BYTES = 512 << 10  # of the page cache's: half of what a core's own cache holds
+AHEAD_FROM = 6  # pieces of a call from which on the kernel reads ahead: one more is then at most a sixth
 GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than to leave out
 _OPEN_FILES = 256  # file descriptors kept; the usual limit of a process is 1,024
 _DTYPES = {
@@ -137,13 +139,16 @@ def plan_reads(
 
 
 class File:
-    """A file descriptor that closes when the last thread that reads from it lets go."""
+    """A file descriptor that closes when the last thread that reads from it lets go.
 
-    def __init__(self, path: str, direct: bool) -> None:
+    direct: past the page cache; ahead: through it, and the kernel reads ahead of what is asked for.
+    """
+
+    def __init__(self, path: str, direct: bool, ahead: bool = False) -> None:
         self.fd = -1
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
         self.direct = direct
-        if not direct:  # the kernel shall keep what is asked for, and not what lies behind it
+        if not direct and not ahead:  # the kernel shall keep what is asked for, and not what lies behind it
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __del__(self) -> None:
@@ -162,7 +167,21 @@ class Files:
         self._refuses: set[int] = set()  # numbers of the devices whose file system refuses direct I/O
         self.get = functools.lru_cache(_OPEN_FILES)(self._open)
 
-    def _open(self, path: str, direct: bool) -> File:
+    def for_call(self, call: Call, direct: bool) -> File:
+        """The file to make a call with; direct: past the page cache, where the file system can.
+
+        A long call through the page cache lets the kernel read ahead: it then fills the cache in large folios, a
+        third faster and for a third of the CPU time, and copying out of them is twice as fast as out of single pages.
+        The price is one piece behind the call's end, so short ones ask for their own pages only. The descriptor is
+        the call's own, because the kernel watches for sequences by descriptor.
+        """
+        file = self.get(call.path, direct)
+        if file.direct:
+            return file
+        ahead = max(PIECE_BYTES, _read_ahead(os.fstat(file.fd).st_dev))
+        return file if call.need - call.start < AHEAD_FROM * ahead else self._open(call.path, False, True)
+
+    def _open(self, path: str, direct: bool, ahead: bool = False) -> File:
         for candidate in (path, path + OPEN_SUFFIX, path):  # a writer may close the shard between two looks
             try:
                 if direct and Path(candidate).stat().st_dev not in self._refuses:
@@ -172,7 +191,7 @@ class Files:
                         if error.errno != errno.EINVAL:
                             raise
                         self.refused(candidate)
-                return File(candidate, False)
+                return File(candidate, False, ahead)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -188,6 +207,16 @@ class Files:
                 self._say(f"{Path(path).parent}: its file system refuses direct I/O, so it is read through the cache")
 
 
+@functools.lru_cache(64)
+def _read_ahead(device: int) -> int:
+    """Bytes that the kernel reads ahead on a device."""
+    try:
+        text = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb").read_text()
+        return int(text) << 10
+    except (OSError, ValueError):  # a layered file system does not say whose device is below it
+        return 128 << 10  # the kernel's default
+
+
 def read(files: Files, extents: Sequence[Extent], plan: ReadPlan, buffer: memoryview) -> None:
     """Make the calls of `plan` into `buffer` (page-aligned, plan.nbytes) and verify every extent that has a checksum.
 
@@ -195,8 +224,7 @@ def read(files: Files, extents: Sequence[Extent], plan: ReadPlan, buffer: memory
     """
     for call in plan.calls:
         for attempt in (1, 2):
-            _fill(files, extents, call, buffer)
-            wrong = [k for k in call.extents if not _matches(extents[k], plan.places[k], buffer)]
+            wrong = _bring(files, extents, call, plan.places, buffer)
             if not wrong:
                 break
             if attempt == 1:  # the page cache may hold the bad copy: ask the disk
@@ -210,21 +238,44 @@ def read(files: Files, extents: Sequence[Extent], plan: ReadPlan, buffer: memory
             )
 
 
-def _matches(e: Extent, place: int, buffer: memoryview) -> bool:
-    return e.xxh3 is None or xxhash.xxh3_64_hexdigest(buffer[place : place + e.nbytes]) == e.xxh3
+def _bring(files: Files, extents: Sequence[Extent], call: Call, places: Sequence[int], buffer: memoryview) -> list[int]:
+    """Make one call; the extents that do not match their checksums.
+
+    Direct I/O brings all of it at once, the page cache a piece at a time, which is hashed while it is in the core's
+    cache: the hash then reads no memory, and memory is the bound there.
+    """
+    done, wrong, file = 0, list[int](), files.for_call(call, not call.buffered)
+    for k in call.extents:
+        e, at, hashed = extents[k], places[k], xxhash.xxh3_64()
+        stop = at + e.nbytes
+        while at < stop:
+            while call.at + done <= at:  # a hole may be longer than a piece
+                done, file = _read_on(files, file, extents, call, buffer, done)
+            got = min(stop, call.at + done)
+            if e.xxh3 is not None:
+                hashed.update(buffer[at:got])  # without the GIL; the library's one-shot functions keep it
+            at = got
+        if e.xxh3 is not None and hashed.hexdigest() != e.xxh3:
+            wrong.append(k)
+    return wrong
 
 
-def _fill(files: Files, extents: Sequence[Extent], call: Call, buffer: memoryview) -> None:
-    done, need = 0, call.need - call.start
-    file = files.get(call.path, not call.buffered)
-    while done < need:
-        into = buffer[call.at + done : call.at + call.stop - call.start]
+def _read_on(
+    files: Files, file: File, extents: Sequence[Extent], call: Call, buffer: memoryview, done: int
+) -> tuple[int, File]:
+    """Read behind the first `done` bytes of a call: all that is needed, or a piece. Returns how many there are now, and
+    the file to go on with: another one where direct I/O is refused."""
+    all_needed = call.need - call.start
+    while True:
+        need = all_needed if file.direct else min(all_needed, done + PIECE_BYTES)
+        stop = call.stop if need == all_needed else call.start + need
+        into = buffer[call.at + done : call.at + stop - call.start]
         try:
             got = os.preadv(file.fd, [into], call.start + done)
         except OSError as error:
             if error.errno == errno.EINVAL and file.direct and not done:  # refused at the first read, not when opened
                 files.refused(call.path)
-                file = files.get(call.path, False)
+                file = files.for_call(call, False)
                 continue
             first = extents[call.extents[0]]
             raise EyasError(
@@ -234,7 +285,10 @@ def _fill(files: Files, extents: Sequence[Extent], call: Call, buffer: memoryvie
         if got == 0 or (done < need and os.fstat(file.fd).st_size <= call.start + done):
             e = next(e for k in call.extents if (e := extents[k]).offset + e.nbytes > call.start + done)
             raise EyasError(f"{call.path} ends before sample {e.sample} (byte {e.offset}) does: restore it")
-        done -= done % PAGE if done < need else 0  # direct I/O goes on at a page
+        if done >= need:
+            return done, file
+        if file.direct:
+            done -= done % PAGE  # it goes on at a page
 
 
 def with_scales(extents: Sequence[Extent]) -> list[Extent]:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-import xxhash
 
 from eyas.errors import EyasError
 from eyas.files import sync_folder
@@ -232,11 +231,11 @@ class StoreWriter:
             sizes = [layout.round_up(len(b)) for b in stored]
             shard = self._shard_for(sum(sizes))
             starts = [self._end + sum(sizes[:j]) for j in range(len(sizes))]
-            parts = [Part(at, len(b), xxhash.xxh3_64_hexdigest(b.data)) for at, b in zip(starts, stored, strict=True)]
+            parts = [Part(at, len(b), layout.digest(b.data)) for at, b in zip(starts, stored, strict=True)]
             gaps = [_ZEROS[: size - len(b)] for size, b in zip(sizes, stored, strict=True)]
             write_all(shard, self._end, [b for pair in zip(stored, gaps, strict=True) for b in pair])
             write_all(self._text, self._text_end, [ids, mask])
-            text_xxh3 = xxhash.xxh3_64_hexdigest(ids.tobytes() + mask.tobytes())
+            text_xxh3 = layout.digest(ids.tobytes() + mask.tobytes())
             record = Record(
                 self._next, id, self._shard_name, tokens, int(mask.sum()), self._dtype, tuple(parts), self._text_end,
                 text_xxh3, layout.needs_tokens(mask),
