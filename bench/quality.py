@@ -23,6 +23,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +106,16 @@ def train_ours(demo: Path, verifier: Verifier, settings: dict[str, Any], start: 
     return time.monotonic() - started
 
 
-def accept_length(checkpoint: Path, demo: Path, verifier: Verifier) -> dict[str, Any]:
-    """By decoding, and beside it the simulated one."""
+def accept_length(checkpoint: Path, demo: Path, verifier: Verifier, prompts: int) -> dict[str, Any]:
+    """By decoding of so many held-out prompts, and beside it the simulated one of all."""
     options = EvalOptions(
         verifier_path=str(verifier.path), data_dir=demo / "store", val_ratio=TRAIN["val_ratio"],
-        max_seq_len=MAX_SEQ_LEN, **{**EVAL, "stream_dtype": None},
+        max_seq_len=MAX_SEQ_LEN, **{**EVAL, "stream_dtype": None, "prompts": prompts},
     )  # fmt: skip
     found = evaluate_checkpoint(checkpoint, options, checkpoint.parent / f"{checkpoint.name}-eval.json")
     return {
         "accept_length": found["decode"]["accept_length"],
+        "prompts": prompts,
         "simulated": found["val"]["accept_length"],
         "greedy": found["val"]["accept_length_greedy"],
         "accuracy": found["val"]["accuracy"],
@@ -127,6 +129,9 @@ def main() -> None:
     parser.add_argument("--verifier", required=True)
     parser.add_argument("--folder", type=Path, default=Path("bench/out/quality"))
     parser.add_argument("--only", nargs="*", default=["equal", *SETTINGS])
+    parser.add_argument(
+        "--prompts", type=int, default=EVAL["prompts"], help="to decode; all are decoded anew for another"
+    )
     parser.add_argument("--engine-python", default=os.environ.get("EYAS_ENGINE_PYTHON", ".venv-engines/bin/python"))
     given = parser.parse_args()
     verifier = Verifier(given.verifier)
@@ -135,24 +140,33 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     rows: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
 
-    def keep(name: str, checkpoint: Path, seconds: float | None) -> None:
-        rows[name] = {**accept_length(checkpoint, given.demo, verifier), "train_seconds": seconds}
+    def keep(name: str, checkpoint: Path, train: Callable[[], float] | None = None) -> None:
+        row = rows.get(name, {})
+        if train is not None and not checkpoint.exists():
+            row["train_seconds"] = train()
+        if row.get("prompts") != given.prompts:
+            row |= accept_length(checkpoint.resolve(), given.demo, verifier, given.prompts)
+        rows[name] = row
         out.write_text(json.dumps(rows, indent=1))
-        print(name, json.dumps(rows[name]), flush=True)
+        print(name, json.dumps(row), flush=True)
 
     for name in given.only:
         settings = EQUAL if name == "equal" else SETTINGS[name]
         folder = given.folder / name.replace(" ", "-").replace(",", "")
-        if f"speculators, {name}" not in rows:
+
+        def theirs(settings: dict[str, Any] = settings, folder: Path = folder) -> float:
             seconds = train_theirs(given.engine_python, given.demo, verifier, settings, folder)
             for which in ("start", "end"):
                 import_drafter(folder / which, str(verifier.path), folder / f"{which}-imported")
-            keep(f"speculators, {name}", folder / "end-imported", seconds)
-        if name == "equal" and "eyas, equal" not in rows:
-            seconds = train_ours(given.demo, verifier, settings, folder / "start-imported", folder / "eyas")
-            keep("eyas, equal", (folder / "eyas" / "best").resolve(), seconds)
-    if "eyas, the demo" not in rows:
-        keep("eyas, the demo", (given.demo / "train" / "best").resolve(), None)
+            return seconds
+
+        def ours(settings: dict[str, Any] = settings, folder: Path = folder) -> float:
+            return train_ours(given.demo, verifier, settings, folder / "start-imported", folder / "eyas")
+
+        keep(f"speculators, {name}", folder / "end-imported", theirs)
+        if name == "equal":
+            keep("eyas, equal", folder / "eyas" / "best", ours)
+    keep("eyas, the demo", given.demo / "train" / "best")
     lengths = {name: row["accept_length"] for name, row in rows.items()}
     best = [length for name, length in lengths.items() if name.startswith("speculators")]
     result = {
