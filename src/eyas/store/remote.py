@@ -40,6 +40,7 @@ SAY_SECONDS = 2.0
 KEPT = ".staged.json"  # {file: [size, etag]} of what is whole in the folder
 _SIDE = re.compile(r"\..*\.[0-9a-f]{16}\.part")
 _URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/]+)/?(.*)")  # pathlib makes one slash of two
+_ANY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,3}(.*)")
 
 Say = Callable[[str], None]
 
@@ -62,9 +63,10 @@ def url_of(path: Path | str) -> str | None:
 
 
 def check_local(path: Path | str) -> None:
-    """EyasError for a URL that is to be written: pathlib would quietly make a folder called `s3:`."""
-    url = url_of(path)
-    if url is not None:
+    """EyasError for a URL, of any kind, that is to be written: pathlib would quietly make a folder called `s3:`."""
+    found = _ANY_URL.fullmatch(os.fspath(path))
+    if found is not None:
+        url = f"{found[1]}://{found[2]}"
         raise EyasError(f"{url}: eyas reads from object stores and writes to folders: name a folder, and copy it there")
 
 
@@ -72,6 +74,7 @@ def folder_of(url: str, stage_dir: Path | str | None = None) -> Path:
     """Where a URL is staged: below stage_dir, $EYAS_STAGE_DIR or ~/.cache/eyas/staged, by scheme, bucket and path."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eyas" / "staged"
     top = Path(stage_dir or os.environ.get(STAGE_DIR) or cache)
+    check_local(top)
     scheme, _, rest = url.partition("://")
     if ".." in rest.split("/"):
         raise EyasError(f"{url}: a path with .. in it")
