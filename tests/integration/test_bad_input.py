@@ -538,6 +538,29 @@ def test_outputs_of_the_wrong_kind_are_called_what_they_are(run: Path, tmp_path:
     assert (tmp_path / "mine.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_an_export_does_not_replace_its_own_source(tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas) -> None:
+    out, link = tmp_path / "drafter", tmp_path / "link"
+    assert eyas("export", run, "--output-dir", out, "--dtype", "fp32").code == 0
+    link.symlink_to(out)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    for target in (out, link):
+        again = eyas("export", out, "--output-dir", target, "--verifier-path", tiny.verifier)
+        assert_refused(again, f"{target} is the checkpoint that is to be exported: name another folder")
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    result = eyas("export", out, "--output-dir", tmp_path / "bf16", "--verifier-path", tiny.verifier)
+    assert result.code == 0  # an export can be exported, elsewhere
+
+
+@pytest.mark.parametrize("name", ["conversations.jsonl", "prepared.parquet"])
+def test_prepare_does_not_replace_its_own_input(tiny: Tiny, tmp_path: Path, eyas: Eyas, name: str) -> None:
+    (tmp_path / name).write_bytes(tiny.conversations.read_bytes())
+    arguments = ("--verifier-path", tiny.verifier, "--data", tmp_path / name, "--output-dir", tmp_path)
+    result = eyas("prepare", *arguments, "--regenerate", "--max-seq-len", 64)
+    assert_refused(result, f"{tmp_path / name} is to be read and would be written over: name another --output-dir")
+    assert (tmp_path / name).read_bytes() == tiny.conversations.read_bytes()
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
 # -- settings that leave nothing, and runs that were moved -------------------------------------------------------------
 
 
