@@ -89,6 +89,7 @@ def commands(tiny: Tiny, run: Path, output: Path, verifier: object) -> dict[str,
     }
 
 
+STARTED = ("d2t.npy", "drafter.json", "t2d.npy", "vocab.json")
 COMMANDS = ("prepare", "capture", "vocab", "train", "eval", "export", "import")
 
 
@@ -444,7 +445,7 @@ def test_an_output_that_must_not_be_written(tiny: Tiny, run: Path, disk: Disk, e
         ("capture", 64, []),
         ("vocab", 0, []),
         ("train", 0, []),
-        ("train", 64, ["out/resume.txt", "out/run.yaml"]),
+        ("train", 64, ["out/resume.txt", "out/run.yaml", *(f"out/start/{n}" for n in STARTED)]),
         ("eval", 0, []),
         ("export", 0, []),
         ("export", 64, []),

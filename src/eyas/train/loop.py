@@ -34,7 +34,7 @@ from eyas.train.batches import Batch, Loader, epoch_order, pack
 from eyas.train.objective import Objective, pack_seed
 from eyas.train.optim import Average, check_optimiser, learning_rate, make_optimisers, optimiser_tensors, set_rate
 from eyas.train.parallel import Ranks, held_back, other_ranks_gone, spread, whole
-from eyas.train.rundir import link, open_run, refuse_another_run, save_run
+from eyas.train.rundir import keep_start, link, open_run, refuse_another_run, save_run
 from eyas.train.setup import aux_layers, training_samples, verifier_head
 from eyas.train.start import make_drafter
 from eyas.train.state import Progress, States, about_state, check_identity, identity, progress, prune
@@ -74,7 +74,9 @@ class Run:
         self.reads = ReadPath(self.source, cache_gb=cache_gb, device=self.device, say=self.say)
         self.train_samples, self.val_samples = training_samples(config, self.source, self.say)
         self.record.enter("reading verifier")
-        self.drafter, self.vocab = make_drafter(config, self.verifier, self.source, self.dtype, self.say)
+        self.states = States(config.output_dir, self.ranks, config.keep)
+        begun = config.resume and self.states.newest(lambda _text: None) is not None
+        self.drafter, self.vocab = make_drafter(config, self.verifier, self.source, self.dtype, self.say, begun)
         self.drafter.to(self.device)
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
         self.layers = aux_layers(self.source, self.verifier)
@@ -99,7 +101,6 @@ class Run:
         self.total = sum(math.ceil(len(packs) / self.per_step) for packs in self.epochs)
         shapes = {name: list(p.shape) for name, p in self.drafter.named_parameters()}  # whole, though FSDP2 shards them
         self.identity = identity(config, self.verifier, self.source, self.vocab, self.dtype, shapes)
-        self.states = States(config.output_dir, self.ranks, config.keep)
         self.at = Progress()
         self.ended: str | None = None
         self.stop = Stop()
@@ -133,6 +134,7 @@ class Run:
             self._go_on()
             if self.ranks.first:
                 save_run(c, self.source, self.verifier)
+                keep_start(c.output_dir, self.drafter.config, self.vocab)
             self.record.open()
             self._introduce()
             self.began, self.seconds_before, self.steps_before = time.monotonic(), self.at.seconds, self.step
