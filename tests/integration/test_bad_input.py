@@ -21,7 +21,9 @@ from eyas.config import load_config
 from eyas.store.layout import Manifest
 from eyas.store.reader import open_source
 from eyas.store.writer import StoreWriter
+from eyas.train.batches import Loader
 from eyas.train.loop import Run
+from eyas.vocab import DraftVocab
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -571,6 +573,27 @@ def test_a_max_seq_len_that_leaves_nothing_is_named(tiny: Tiny, tmp_path: Path, 
     words = f"no sample of {tiny.store} has a trained position within --max-seq-len 5"
     assert_refused(eyas(*arguments), words, f"the least that one needs is {least} tokens")
     assert least > 5 and not (tmp_path / "out").exists()
+
+
+def test_a_vocabulary_that_leaves_nothing_to_train_is_refused(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    whole = Run(load_config({**run_settings(tiny, tmp_path / "whole"), "vocab_mapping_dir": None}), lambda _text: None)
+    packs = Loader(whole.reads, [[i] for i in whole.train_samples + whole.val_samples], 1, 64, 0)
+    head = whole.objective.verifier
+    said = torch.cat([head.first_choice(head.targets(b.last, torch.float32)) for b in packs])
+    never = np.setdiff1d(np.arange(400), said.numpy())[:8]
+    save_vocab(tmp_path / "never", never)
+    arguments = train_arguments(tiny, tmp_path / "out", vocab_mapping_dir=tmp_path / "never", outside="drop")
+    words = ("--outside drop leaves nothing to train", "in the draft vocabulary of 8 tokens", "eyas vocab")
+    assert_refused(eyas(*arguments), *words)
+    assert not (tmp_path / "out").exists()
+    often = int(said.bincount().argmax())
+    save_vocab(tmp_path / "one", np.sort(np.append(never, often)))
+    assert eyas(*train_arguments(tiny, tmp_path / "out", vocab_mapping_dir=tmp_path / "one", outside="drop")).code == 0
+
+
+def save_vocab(folder: Path, targets: np.ndarray) -> None:
+    """The draft vocabulary of these tokens, of 400, in `folder`."""
+    DraftVocab(targets - np.arange(len(targets)), np.isin(np.arange(400), targets)).save(folder)
 
 
 def test_batches_of_one_sample_each_are_said(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:

@@ -43,6 +43,7 @@ from eyas.verifier import Verifier
 
 Say = Callable[[str], None]
 WARMUP_COST = 0.4  # of an epoch that trains step 0 alone, of one with all steps (bench/RESULTS.md)
+LOOK_AT = 8  # packs, spread over the first epoch, that show whether `--outside drop` leaves anything
 
 
 class Run:
@@ -83,6 +84,11 @@ class Run:
         config_json(self.drafter.config, self.verifier.config, self.layers, "float32")  # refuses before any work
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
         self.objective = Objective(self.drafter, self.head, config, self.device, self.dtype)
+        self.batch_tokens = config.batch_tokens or config.max_seq_len
+        self.epochs = [self._packs(epoch) for epoch in range(config.epochs)]
+        if config.outside == "drop":
+            packs = self.epochs[0][:: math.ceil(len(self.epochs[0]) / LOOK_AT)]
+            self.objective.check_outside(Loader(self.reads, packs, 1, config.max_seq_len, 0))
         self.model = spread(self.objective, config.parallel, self.ranks)
         if self.ranks.world > 1:
             # DDP lays its buckets out anew after its first backward pass. That shall be over before the first step, or
@@ -91,8 +97,6 @@ class Run:
             self.drafter.zero_grad(set_to_none=True)
         self.optimisers = make_optimisers(self.drafter, config)
         self.average = Average(self.drafter, config.ema) if config.ema else None
-        self.batch_tokens = config.batch_tokens or config.max_seq_len
-        self.epochs = [self._packs(epoch) for epoch in range(config.epochs)]
         self.packs = sum(map(len, self.epochs))
         alone = config.ttt_warmup_epochs if config.ttt_steps > 1 else 0  # epochs of step 0 alone
         self.costs = [WARMUP_COST if epoch < alone else 1.0 for epoch in range(config.epochs)]
