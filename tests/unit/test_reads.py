@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from eyas.errors import EyasError
 from eyas.store import memory, reads
 from eyas.store.layout import PAGE, Manifest, needs_tokens
-from eyas.store.reader import StoreSource, open_source
+from eyas.store.reader import StoreSource, open_source, rows_read, unverified
 from eyas.store.readpath import ReadPath
 from eyas.store.reads import Extent, Files, plan_reads, read_tensors
 from eyas.store.ring import Ring
@@ -260,6 +260,26 @@ def test_only_a_long_call_through_the_page_cache_lets_the_kernel_read_ahead(
         if how != "direct" or "direct" in asked:  # tmpfs refuses direct I/O
             assert asked == [how] * len(asked) and len(asked) == (pages if buffered else 1)
         asked.clear()
+
+
+@pytest.mark.parametrize("flipped", [10, 98])  # a row that is wanted, and one that only the checksum wants
+def test_the_beginning_of_a_sample_is_verified_where_it_is_most_of_it(tmp_path: Path, flipped: int) -> None:
+    source = store(tmp_path, [100, 400])
+    wanted = source.states(0)
+    path, part = ReadPath(source), source.records[0].parts[2]
+    for stop in (75, 74, 3, 0):  # at three quarters all of it is read, and the rows wanted come out
+        loaded = path.load([0], [stop])
+        assert torch.equal(torch.stack(list(loaded.states()[0])), wanted[:, :stop])
+        assert loaded.nbytes == 4 * 2 * H * (100 if stop == 75 else stop)
+    shard = tmp_path / source.records[0].shard
+    data = bytearray(shard.read_bytes())
+    data[part.offset + flipped * 2 * H] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(EyasError, match=rf"sample s0 at byte {part.offset} does not match its checksum"):
+        path.load([0], [75])
+    path.load([0], [74])
+    assert rows_read(source, 75).tolist() == [100, 75] and rows_read(source, 74).tolist() == [74, 74]
+    assert [unverified(source, [0, 1], most) for most in (75, 74, 400)] == [1, 2, 0]
 
 
 def test_a_file_cut_short_after_the_index_was_read_is_named(tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
 """What is there: a source of samples, known without opening a data file, and where the rows of each lie.
 
-A store may be read while its writer goes on: what its journal says is there, is there. Parts that are read whole are
-verified; a mismatch is read once more from the disk, and then stops the run with the sample's name. No mmap: a
-truncated file is an error with a name, not a SIGBUS, and network file systems read ahead.
+A store may be read while its writer goes on: what its journal says is there, is there. A checksum is of a whole part.
+Where at least VERIFY_SHARE of a part is wanted from its beginning (a sample that `--max-seq-len` cuts), all of it is
+read and verified; the beginning of a longer one is read alone and not verified. A mismatch is read once more from the
+disk, and then stops the run with the sample's name. No mmap: a truncated file is an error with a name, not a SIGBUS,
+and network file systems read ahead.
+
+COST
 
 Training reads through `extents` (readpath.py); `states` is for a look at a few samples. Every method may be called by
 many threads.
@@ -25,6 +29,9 @@ from eyas.store.layout import Manifest, Record
 from eyas.store.reads import Extent, Files, read_bytes, read_tensors
 from eyas.store.remote import staged
 from eyas.verifier import VerifierConfig
+
+
+VERIFY_SHARE = 0.75
 
 
 class Source(Protocol):
@@ -84,6 +91,19 @@ def open_source(
         f"{folder} holds neither a store ({layout.MANIFEST}) nor data_*.pt files nor another tool's that eyas reads:"
         " name another folder"
     )
+
+
+def rows_read(source: Source, most: int) -> npt.NDArray[np.int64]:
+    """[N] rows that come off the disk where the first `most` of each sample are wanted."""
+    cut = np.minimum(source.lengths, most)
+    if not isinstance(source, StoreSource):
+        return cut
+    return np.where(cut >= VERIFY_SHARE * source.lengths, source.lengths, cut)
+
+
+def unverified(source: Source, samples: Sequence[int], most: int) -> int:
+    """Of how many of these samples of a store the first `most` rows are read without a checksum that covers them."""
+    return int((rows_read(source, most) < source.lengths)[samples].sum()) if isinstance(source, StoreSource) else 0
 
 
 def check_verifier(path: Path, manifest: Manifest, verifier: VerifierConfig | None, fingerprint: str | None) -> None:
@@ -179,10 +199,11 @@ class StoreSource:
             parts = []
             for p in self._planes[layer]:
                 plane = self._all_planes[p]
-                size, whole = plane.row_bytes, rows * plane.row_bytes == nbytes[p]
-                xxh3 = f"{digests[p]:016x}" if whole else None
+                size, wanted = plane.row_bytes, rows * plane.row_bytes
+                verified = not first and wanted >= VERIFY_SHARE * nbytes[p]
+                xxh3, behind = (f"{digests[p]:016x}", nbytes[p] - wanted) if verified else (None, 0)
                 at = offsets[p] + first * size
-                parts.append(Extent(name, path, at, rows * size, layer, plane.dtype, size, size, xxh3))
+                parts.append(Extent(name, path, at, wanted, layer, plane.dtype, size, size, xxh3, behind=behind))
             if len(parts) == 2:  # scales, or log p
                 j = self.manifest.layers.index(layer)
                 by = None if self._channels is None or parts[0].dtype != "int8" else self._channels[j]

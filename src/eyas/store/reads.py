@@ -58,6 +58,7 @@ class Extent(NamedTuple):
     xxh3: xxh3-64 of the nbytes in hex, or None where nobody knows (a part of what was hashed, another tool's file)
     scales: one float32 for each row that multiplies it (row_bytes 4), or None; behind "int32" as many float16 a row
     channels: [values] float32 that multiply every row as well, on the CPU, or None
+    behind: bytes behind these that the checksum covers too: read and verified with them, and not used
     """
 
     sample: str
@@ -71,6 +72,12 @@ class Extent(NamedTuple):
     xxh3: str | None = None
     scales: Extent | None = None
     channels: Tensor | None = None
+    behind: int = 0
+
+    @property
+    def end(self) -> int:
+        """Where in the file the reading ends."""
+        return self.offset + self.nbytes + self.behind
 
     @property
     def rows(self) -> int:
@@ -130,7 +137,7 @@ def plan_reads(
                 break
             members.append(k)
             places[k] = at + e.offset - start
-            need = max(need, e.offset + e.nbytes)
+            need = max(need, e.end)
             i += 1
         stop = -(-need // PAGE) * PAGE
         calls.append(Call(first.path, start, stop, at, need, kind, members))
@@ -247,7 +254,7 @@ def _bring(files: Files, extents: Sequence[Extent], call: Call, places: Sequence
     done, wrong, file = 0, list[int](), files.for_call(call, not call.buffered)
     for k in call.extents:
         e, at, hashed = extents[k], places[k], xxhash.xxh3_64()
-        stop = at + e.nbytes
+        stop = at + e.end - e.offset
         while at < stop:
             while call.at + done <= at:  # a hole may be longer than a piece
                 done, file = _read_on(files, file, extents, call, buffer, done)
@@ -283,7 +290,7 @@ def _read_on(
             ) from None
         done += got
         if got == 0 or (done < need and os.fstat(file.fd).st_size <= call.start + done):
-            e = next(e for k in call.extents if (e := extents[k]).offset + e.nbytes > call.start + done)
+            e = next(e for k in call.extents if (e := extents[k]).end > call.start + done)
             raise EyasError(f"{call.path} ends before sample {e.sample} (byte {e.offset}) does: restore it")
         if done >= need:
             return done, file
