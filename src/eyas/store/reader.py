@@ -73,19 +73,23 @@ def open_source(
 ) -> Source:
     """The store or the folder of `data_*.pt` files at `path`, which may be in an object store (remote.py).
 
-    Raises EyasError when nothing usable lies there, or when it is not of this verifier.
+    say: also told of what lies beside a store and is not read.
+    Raises EyasError when nothing usable lies there, or two kinds of data, or when it is not of this verifier.
     """
     folder = staged(path, say)
     if not folder.is_dir():
         raise EyasError(
             f"{folder} is not a folder: name a store (eyas capture writes one) or a folder of data_*.pt files"
         )
-    from eyas.store.foreign.source import ForeignSource, find_format
+    from eyas.store.foreign.source import ForeignSource, beside_a_store, find_format
 
-    foreign = None if layout.journals(folder) else find_format(folder)
+    has_journals = bool(layout.journals(folder))
+    foreign = None if has_journals else find_format(folder)
     if foreign is not None:
         return ForeignSource(folder, *foreign, verifier, say=say)
-    if (folder / layout.MANIFEST).exists() or layout.journals(folder):
+    if has_journals or (folder / layout.MANIFEST).exists():
+        if say is not None and (others := beside_a_store(folder)):
+            say(f"{folder} is read as the store that it is; {others} beside it are not read")
         return StoreSource(folder, verifier, fingerprint)
     raise EyasError(
         f"{folder} holds neither a store ({layout.MANIFEST}) nor data_*.pt files nor another tool's that eyas reads:"
