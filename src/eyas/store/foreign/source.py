@@ -74,7 +74,7 @@ class ForeignSource:
         *,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.path, self.kind = path, str(kind.NAME)
+        self.path, self.kind, self.files = path, str(kind.NAME), files
         index = open_index(path, self.kind, files, lambda: kind.jobs(path, files), say)
         self.skipped: list[tuple[str, str]] = list(index.broken)
         self._index = index
@@ -97,6 +97,11 @@ class ForeignSource:
         self._files = Files(say)
         self._paths = [os.fspath(path / name) for name in index.files]
         self.manifest = self._describe(kind, width, verifier)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The types that the states are stored in, as a rule one."""
+        return sorted(set(self._dtypes))
 
     def _describe(self, kind: ModuleType, width: int, verifier: VerifierConfig | None) -> Manifest:
         side = "after" if kind in (specforge, deepspec) else "before" if kind is speculators else "unknown"
