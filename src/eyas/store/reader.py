@@ -6,7 +6,9 @@ read and verified; the beginning of a longer one is read alone and not verified.
 disk, and then stops the run with the sample's name. No mmap: a truncated file is an error with a name, not a SIGBUS,
 and network file systems read ahead.
 
-COST
+That costs a third more bytes of a cut sample at most. Of lengths as chats have them (lognormal, median 1,500, sigma
+0.8) cut at their 75th or 90th percentile it costs 2.5 or 1.6 %, and 76 or 89 % of the bytes wanted are verified, where
+59 or 77 % are of samples that fit; from a half on it would cost 11 or 6 %, of every sample 31 or 13 %.
 
 Training reads through `extents` (readpath.py); `states` is for a look at a few samples. Every method may be called by
 many threads.
@@ -27,11 +29,10 @@ from eyas.store import codecs, layout
 from eyas.store.index import Index, load_index
 from eyas.store.layout import Manifest, Record
 from eyas.store.reads import Extent, Files, read_bytes, read_tensors
-from eyas.store.remote import staged
+from eyas.store.remote import fetch_again, staged
 from eyas.verifier import VerifierConfig
 
-
-VERIFY_SHARE = 0.75
+VERIFY_SHARE = 0.75  # of a part: from so much on all of it is read
 
 
 class Source(Protocol):
@@ -90,7 +91,7 @@ def open_source(
     if has_journals or (folder / layout.MANIFEST).exists():
         if say is not None and (others := beside_a_store(folder)):
             say(f"{folder} is read as the store that it is; {others} beside it are not read")
-        return StoreSource(folder, verifier, fingerprint)
+        return StoreSource(folder, verifier, fingerprint, say)
     raise EyasError(
         f"{folder} holds neither a store ({layout.MANIFEST}) nor data_*.pt files nor another tool's that eyas reads:"
         " name another folder"
@@ -133,11 +134,17 @@ def check_verifier(path: Path, manifest: Manifest, verifier: VerifierConfig | No
 class StoreSource:
     """A store as a `Source`. Raises EyasError when it is unreadable, empty or of another verifier."""
 
-    def __init__(self, path: Path, verifier: VerifierConfig | None = None, fingerprint: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        verifier: VerifierConfig | None = None,
+        fingerprint: str | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self.path = path
-        self.manifest = Manifest.load(path)
+        self.manifest = _manifest(path, say)
         check_verifier(path, self.manifest, verifier, fingerprint)
-        self._files = Files()
+        self._files = Files(say)
         channels = codecs.channels_of(self.manifest)
         self._channels = None if channels is None else list(channels)  # the same tensors every time
         self._stored = layout.STORED_AS[self.manifest.codec]
@@ -145,7 +152,7 @@ class StoreSource:
         self._planes = {  # layer -> which of them are its
             k: [p for p, plane in enumerate(self._all_planes) if plane.layer == k] for k in self.manifest.layers
         }
-        index = load_index(path, layout.parts_count(self.manifest), self._stored)
+        index = _index(path, layout.parts_count(self.manifest), self._stored, say)
         self.skipped = list(index.broken)
         faults = _faults(path, index)
         self.skipped += [(index.ids[i], why) for i, why in sorted(faults.items())]
@@ -239,6 +246,26 @@ class StoreSource:
 
     def nbytes(self, i: int) -> int:
         return int(self._index.nbytes[i].sum())
+
+
+def _manifest(path: Path, say: Callable[[str], None] | None) -> Manifest:
+    """The manifest; a damaged one that was staged is fetched once more."""
+    try:
+        return Manifest.load(path)
+    except EyasError:
+        if not fetch_again(path / layout.MANIFEST, say):
+            raise
+        return Manifest.load(path)
+
+
+def _index(path: Path, parts: int, dtype: str, say: Callable[[str], None] | None) -> Index:
+    """The index; staged journals with damaged lines are fetched once more."""
+    index = load_index(path, parts, dtype)
+    damaged = {where.partition(" line ")[0] for where, why in index.broken if why == layout.WRONG_LINE}
+    fetched = [fetch_again(path / name, say) for name in sorted(damaged)]
+    if any(fetched):
+        index = load_index(path, parts, dtype)
+    return index
 
 
 def torn_files(path: Path, index: Index) -> dict[int, str]:

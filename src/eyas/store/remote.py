@@ -4,7 +4,8 @@ Training reads each byte many times and at random; a local disk does that at its
 in place of a folder means: its objects are staged below `--stage-dir`, as the files that they were, and everything else
 (index, checksums, read path) is what it is for any folder. An object whose size and etag are those of the staged file
 is not fetched again. One that was begun goes on behind the bytes that are there, if its etag is the same. Files are
-made under a side name, synced and renamed; the index files of a store come last.
+made under a side name, synced and renamed; the index files of a store come last. A file whose content proves to be
+damaged is fetched once more (`fetch_again`).
 
 Cost: one listing each time; fetching runs at what THREADS connections give, 8 MiB a request, without a second copy on
 the disk. Memory: THREADS times 8 MiB. `obstore` (and boto3, for ~/.aws) is imported only when a URL is given.
@@ -94,16 +95,55 @@ def staged(path: Path | str, say: Say | None = None, stage_dir: Path | str | Non
     bucket = _open(url)
     with _errors(url, folder):
         there = _list(bucket, url)
-    try:
+    with _written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder, say):
             _fetch(bucket, url, there, folder, say)
+    _staged[folder] = url
+    return folder
+
+
+_staged: dict[Path, str] = {}  # what this process has staged: folder -> URL
+_fetched_again: set[Path] = set()
+_again = threading.Lock()
+
+
+def fetch_again(path: Path | str, say: Say | None = None) -> bool:
+    """Fetch a staged file anew, because what it holds is damaged; whether it is another one now. For many threads.
+
+    Once a file and process: later callers, whose bytes may be from before, are told True and find what was fetched.
+    False for a file that `staged` did not bring, or whose object has changed. Raises EyasError when fetching fails.
+    """
+    path = Path(path)
+    with _again:
+        folder = next((f for f in _staged if path.is_relative_to(f)), None)
+        if folder is None or path in _fetched_again:
+            return folder is not None
+        url, name = _staged[folder], path.relative_to(folder).as_posix()
+        bucket = _open(url)
+        with _errors(url, folder):
+            o = next((o for o in _list(bucket, url) if o.name == name), None)
+        with _written(folder), _alone(folder, say or (lambda _line: None)):
+            if o is None or _kept(folder).get(name) != [o.size, o.etag]:
+                return False
+            if say is not None:
+                say(f"{path} is damaged: it is fetched once more from {url}")
+            with _errors(f"{url}/{name}", folder):
+                _fetch_one(bucket, o, folder, lambda _nbytes: None, threading.Event())
+        _fetched_again.add(path)
+        return True
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """A disk that refuses, as one line."""
+    try:
+        yield
     except OSError as error:
         raise EyasError(
             f"{folder} cannot be written: {error.strerror}: make room, or name another folder (--stage-dir); what is"
             " fetched stays"
         ) from None
-    return folder
 
 
 def _open(url: str) -> Any:
