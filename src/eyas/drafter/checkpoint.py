@@ -317,6 +317,8 @@ def _drafter_config(found: DrafterFolder, verifier: VerifierConfig) -> DrafterCo
         )
     except KeyError as e:
         raise EyasError(f"{folder}/{CONFIG} does not say {e.args[0]}") from None
+    except EyasError as e:
+        raise EyasError(f"{folder}/{CONFIG}: {e}") from None
     if config.vocab_size != verifier.vocab_size:
         raise EyasError(
             f"{folder} is a drafter for a vocab_size of {config.vocab_size:,}, "
