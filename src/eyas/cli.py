@@ -50,9 +50,22 @@ CodecOption = Annotated[str, typer.Option(help="bf16, or 8-bit states: fp8, int8
 LastOption = Annotated[
     str, typer.Option(help="Rows of the last state: all, trained (of trained tokens alone), or logits:64 in its place")
 ]
+
+
+def written(path: Path | None) -> Path | None:
+    """What a command will write to: EyasError for a URL, before anything is read or made. Every such option has it."""
+    from eyas.store.remote import check_local
+
+    if path is not None:
+        check_local(path)
+    return path
+
+
 StageOption = Annotated[
     Path | None,
-    typer.Option(help="Where data in an object store is kept [EYAS_STAGE_DIR, or ~/.cache/eyas/staged]"),
+    typer.Option(
+        callback=written, help="Where data in an object store is kept [EYAS_STAGE_DIR, or ~/.cache/eyas/staged]"
+    ),
 ]
 DtypeOption = Annotated[str, typer.Option(help="auto (bf16 where the hardware computes it), bf16, fp32")]
 TrustOption = Annotated[
@@ -94,7 +107,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 def prepare(
     verifier_path: VerifierPath,
     data: Annotated[list[Path], typer.Option(help="JSONL, JSON or Parquet files, or folders of them; may be repeated")],
-    output_dir: Annotated[Path, typer.Option(help="Where prepared.parquet and prepare.json go")],
+    output_dir: Annotated[Path, typer.Option(callback=written, help="Where prepared.parquet and prepare.json go")],
     max_seq_len: Annotated[int, typer.Option(min=4, help="Longer samples are cut to this many tokens")] = 2048,
     show: Annotated[int, typer.Option(min=0, help="Samples to print with the trained part marked")] = 3,
     regenerate: Annotated[bool, typer.Option("--regenerate", help="Replace the answers by the verifier's own")] = False,
@@ -126,7 +139,7 @@ def prepare(
 def capture(
     verifier_path: VerifierPath,
     prepared: Annotated[Path, typer.Option(help="A folder made by eyas prepare")],
-    output_dir: Annotated[Path, typer.Option(help="The store")],
+    output_dir: Annotated[Path, typer.Option(callback=written, help="The store")],
     layers: Annotated[
         str | None, typer.Option(help="HF indices of the three states, as 2,30,58; default 2, n//2, n-3")
     ] = None,
@@ -214,7 +227,7 @@ def capture(
 def vocab(
     verifier_path: VerifierPath,
     data: Annotated[Path, typer.Option(help="Prepared samples, a store, or a folder of data_*.pt files")],
-    output_dir: Annotated[Path, typer.Option(help="Where d2t.npy, t2d.npy and vocab.json go")],
+    output_dir: Annotated[Path, typer.Option(callback=written, help="Where d2t.npy, t2d.npy and vocab.json go")],
     size: Annotated[
         int, typer.Option(min=1, help="Tokens in the draft vocabulary; few data: 4096 (the coverage is told)")
     ] = 32_000,
@@ -237,12 +250,13 @@ def train(
         Path | None, typer.Option(help="A store, or a folder of data_*.pt files, here or in s3://...")
     ] = None,
     stage_dir: Annotated[
-        Path | None, typer.Option(help="Where data in an object store is kept [~/.cache/eyas/staged]")
+        Path | None,
+        typer.Option(callback=written, help="Where data in an object store is kept [~/.cache/eyas/staged]"),
     ] = None,
     vocab_mapping_dir: Annotated[
         Path | None, typer.Option(help="Folder with d2t and t2d; without it the full vocabulary")
     ] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="The run directory")] = None,
+    output_dir: Annotated[Path | None, typer.Option(callback=written, help="The run directory")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML with these settings; flags go over it")] = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on with the run in output-dir, if any")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data [10]")] = None,
@@ -338,7 +352,9 @@ def evaluate(
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts to decode, at most")] = 64,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded for each")] = 64,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together")] = 16,
-    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; default eval.json in the run")] = None,
+    output: Annotated[
+        Path | None, typer.Option(callback=written, help="Where the JSON goes; default eval.json in the run")
+    ] = None,
     dtype: DtypeOption = "auto",
     stream_dtype: Annotated[str | None, typer.Option(help="Of the one-stream speed alone [--dtype]")] = None,
     device: DeviceOption = "auto",
@@ -397,7 +413,9 @@ def bench(
     agree: Annotated[
         bool, typer.Option("--agree", help="Hold the engine's accept lengths against eyas's own: within 3 %")
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="Where the JSON goes; default bench.json in the run")] = None,
+    output: Annotated[
+        Path | None, typer.Option(callback=written, help="Where the JSON goes; default bench.json in the run")
+    ] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure a drafter in the engine that serves it: accept length, speed with and without, equal outputs."""
@@ -430,7 +448,7 @@ def bench(
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A run directory (its best checkpoint) or a checkpoint folder")],
-    output_dir: Annotated[Path, typer.Option(help="Where the engines' checkpoint goes")],
+    output_dir: Annotated[Path, typer.Option(callback=written, help="Where the engines' checkpoint goes")],
     form: Annotated[
         str, typer.Option("--format", help="eagle3 (SGLang and vLLM), or speculators (vLLM and speculators' tools)")
     ] = "eagle3",
@@ -482,7 +500,7 @@ def store_info(
 @store_app.command(name="merge")
 def store_merge(
     folders: Annotated[list[Path], typer.Argument(help="The stores to merge; they stay as they are")],
-    output_dir: Annotated[Path, typer.Option(help="The merged store; what is there already stays")],
+    output_dir: Annotated[Path, typer.Option(callback=written, help="The merged store; what is there already stays")],
     as_json: JsonOption = False,
 ) -> None:
     """Many stores of one verifier into one. On one file system no state is copied. Started again, it goes on. Exit
@@ -541,7 +559,7 @@ def store_check(
 @store_app.command(name="convert")
 def store_convert(
     data: Annotated[Path, typer.Argument(help="A store, or a folder of another tool's files")],
-    output_dir: Annotated[Path, typer.Argument(help="The store that is made of it")],
+    output_dir: Annotated[Path, typer.Argument(callback=written, help="The store that is made of it")],
     verifier_path: Annotated[str | None, typer.Option(help="Whose states they are; a store says it itself")] = None,
     codec: CodecOption = "bf16",
     last: LastOption = "all",
@@ -583,7 +601,9 @@ def plan(
     last: LastOption = "all",
     draft_vocab: Annotated[int, typer.Option(min=1, help="Tokens in the draft vocabulary")] = 32_000,
     vocab_mapping_dir: Annotated[Path | None, typer.Option(help="Or its folder, for real steps")] = None,
-    output_dir: Annotated[Path | None, typer.Option(help="Where a capture would go: is there room?")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(callback=written, help="Where a capture would go: is there room?")
+    ] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 10,
     max_seq_len: Annotated[int, typer.Option(min=4, help="Longer samples are cut to this many tokens")] = 2048,
     batch_tokens: Annotated[int | None, typer.Option(min=4, help="Tokens of one packed batch [max-seq-len]")] = None,
@@ -632,7 +652,7 @@ def plan(
 def import_(
     folder: Annotated[Path, typer.Argument(help="Somebody's EAGLE-3 drafter: a folder with config.json and weights")],
     verifier_path: VerifierPath,
-    output_dir: Annotated[Path, typer.Option(help="Where the checkpoint folder goes")],
+    output_dir: Annotated[Path, typer.Option(callback=written, help="Where the checkpoint folder goes")],
     layers: Annotated[
         str | None, typer.Option(help="HF indices it was trained on, where its config.json does not settle them")
     ] = None,
@@ -654,7 +674,7 @@ def check(
     ] = None,
     engine: Annotated[str | None, typer.Option(help="sglang or vllm: judge for this one only")] = None,
     layers: Annotated[str | None, typer.Option(help="HF indices it was trained on, as 2,30,58, if you know")] = None,
-    fix: Annotated[Path | None, typer.Option(help="A new folder for a repaired copy")] = None,
+    fix: Annotated[Path | None, typer.Option(callback=written, help="A new folder for a repaired copy")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The answer as JSON")] = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
@@ -697,8 +717,10 @@ def ps(context: typer.Context) -> None:
 
 @app.command()
 def demo(
-    run_dir: Annotated[Path, typer.Option(help="Where everything goes")] = Path("runs/demo"),
-    cache_dir: Annotated[Path, typer.Option(help="Where the dequantised verifier is kept")] = Path(".cache"),
+    run_dir: Annotated[Path, typer.Option(callback=written, help="Where everything goes")] = Path("runs/demo"),
+    cache_dir: Annotated[Path, typer.Option(callback=written, help="Where the dequantised verifier is kept")] = Path(
+        ".cache"
+    ),
     conversations: Annotated[Path, typer.Option(help="JSONL of conversations")] = Path("demo/conversations.jsonl"),
 ) -> None:
     """The whole path on a small real model: prepare, capture, vocab, train, eval, export; then one table."""

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from eyas.errors import EyasError
-from eyas.store.remote import url_of
+from eyas.store.remote import check_local, url_of
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 LOSSES = ("kl", "reverse_kl", "tv", "lk")  # defined in drafter/loss.py
@@ -137,6 +137,13 @@ class TrainConfig(BaseModel):
     @classmethod
     def _known_loss(cls, value: str) -> str:
         parse_loss(value)
+        return value
+
+    @field_validator("output_dir", "stage_dir")
+    @classmethod
+    def _no_url(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            check_local(value)
         return value
 
     def resolved(self) -> dict[str, Any]:

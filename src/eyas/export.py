@@ -51,6 +51,8 @@ def export(
         raise EyasError(f"{output_dir} is a file: name a folder")
     if not _may_replace(output_dir):
         raise EyasError(f"{output_dir} holds other files: name a new folder, or one that an export made")
+    if output_dir.exists() and output_dir.samefile(folder):
+        raise EyasError(f"{output_dir} is the checkpoint that is to be exported: name another folder")
     check_writable(output_dir.absolute().parent, f"the checkpoint {output_dir}")
     verifier = verifier_of(run, given, trust_remote_code)
     check_verifier(folder, verifier)

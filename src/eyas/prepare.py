@@ -93,6 +93,7 @@ def prepare(
     if max_seq_len < 2:
         raise EyasError(f"max_seq_len is {max_seq_len}: a sample needs two tokens at least")
     files = find_files(sources)
+    _check_no_input(files, output_dir, regenerate is not None)
     tokenizer, template_hash = verifier.tokenizer, verifier.template_hash
     _check_template(verifier)
     count = _Count()
@@ -324,6 +325,14 @@ def _rows(column: Any) -> Iterator[npt.NDArray[Any]]:
         values = chunk.values.to_numpy(zero_copy_only=False)
         for start, stop in itertools.pairwise(ends):
             yield values[start:stop]
+
+
+def _check_no_input(files: list[Path], output_dir: Path, regenerate: bool) -> None:
+    """EyasError where what is to be written is one of the files that are to be read."""
+    written = [output_dir / name for name in ("prepared.parquet", *(["conversations.jsonl"] if regenerate else []))]
+    for path in (p for p in written if p.exists()):
+        if any(path.samefile(file) for file in files):
+            raise EyasError(f"{path} is to be read and would be written over: name another --output-dir")
 
 
 @contextlib.contextmanager

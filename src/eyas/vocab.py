@@ -170,6 +170,8 @@ def build(
 
 def _open(path: Path, verifier: Verifier, say: Callable[[str], None]) -> Prepared | TokenSource:
     if (path / "prepare.json").exists():
+        if (path / "manifest.json").exists():
+            say(f"{path} holds prepared samples and states: the vocabulary is chosen from the prepared samples")
         return read_prepared(path)
     from eyas.store.reader import open_source
 

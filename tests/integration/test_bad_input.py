@@ -21,7 +21,9 @@ from eyas.config import load_config
 from eyas.store.layout import Manifest
 from eyas.store.reader import open_source
 from eyas.store.writer import StoreWriter
+from eyas.train.batches import Loader
 from eyas.train.loop import Run
+from eyas.vocab import DraftVocab
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,6 +91,7 @@ def commands(tiny: Tiny, run: Path, output: Path, verifier: object) -> dict[str,
     }
 
 
+STARTED = ("d2t.npy", "drafter.json", "t2d.npy", "vocab.json")
 COMMANDS = ("prepare", "capture", "vocab", "train", "eval", "export", "import")
 
 
@@ -444,7 +447,7 @@ def test_an_output_that_must_not_be_written(tiny: Tiny, run: Path, disk: Disk, e
         ("capture", 64, []),
         ("vocab", 0, []),
         ("train", 0, []),
-        ("train", 64, ["out/resume.txt", "out/run.yaml"]),
+        ("train", 64, ["out/resume.txt", "out/run.yaml", *(f"out/start/{n}" for n in STARTED)]),
         ("eval", 0, []),
         ("export", 0, []),
         ("export", 64, []),
@@ -538,6 +541,29 @@ def test_outputs_of_the_wrong_kind_are_called_what_they_are(run: Path, tmp_path:
     assert (tmp_path / "mine.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_an_export_does_not_replace_its_own_source(tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas) -> None:
+    out, link = tmp_path / "drafter", tmp_path / "link"
+    assert eyas("export", run, "--output-dir", out, "--dtype", "fp32").code == 0
+    link.symlink_to(out)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    for target in (out, link):
+        again = eyas("export", out, "--output-dir", target, "--verifier-path", tiny.verifier)
+        assert_refused(again, f"{target} is the checkpoint that is to be exported: name another folder")
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    result = eyas("export", out, "--output-dir", tmp_path / "bf16", "--verifier-path", tiny.verifier)
+    assert result.code == 0  # an export can be exported, elsewhere
+
+
+@pytest.mark.parametrize("name", ["conversations.jsonl", "prepared.parquet"])
+def test_prepare_does_not_replace_its_own_input(tiny: Tiny, tmp_path: Path, eyas: Eyas, name: str) -> None:
+    (tmp_path / name).write_bytes(tiny.conversations.read_bytes())
+    arguments = ("--verifier-path", tiny.verifier, "--data", tmp_path / name, "--output-dir", tmp_path)
+    result = eyas("prepare", *arguments, "--regenerate", "--max-seq-len", 64)
+    assert_refused(result, f"{tmp_path / name} is to be read and would be written over: name another --output-dir")
+    assert (tmp_path / name).read_bytes() == tiny.conversations.read_bytes()
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
 # -- settings that leave nothing, and runs that were moved -------------------------------------------------------------
 
 
@@ -547,6 +573,27 @@ def test_a_max_seq_len_that_leaves_nothing_is_named(tiny: Tiny, tmp_path: Path, 
     words = f"no sample of {tiny.store} has a trained position within --max-seq-len 5"
     assert_refused(eyas(*arguments), words, f"the least that one needs is {least} tokens")
     assert least > 5 and not (tmp_path / "out").exists()
+
+
+def test_a_vocabulary_that_leaves_nothing_to_train_is_refused(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    whole = Run(load_config({**run_settings(tiny, tmp_path / "whole"), "vocab_mapping_dir": None}), lambda _text: None)
+    packs = Loader(whole.reads, [[i] for i in whole.train_samples + whole.val_samples], 1, 64, 0)
+    head = whole.objective.verifier
+    said = torch.cat([head.first_choice(head.targets(b.last, torch.float32)) for b in packs])
+    never = np.setdiff1d(np.arange(400), said.numpy())[:8]
+    save_vocab(tmp_path / "never", never)
+    arguments = train_arguments(tiny, tmp_path / "out", vocab_mapping_dir=tmp_path / "never", outside="drop")
+    words = ("--outside drop leaves nothing to train", "in the draft vocabulary of 8 tokens", "eyas vocab")
+    assert_refused(eyas(*arguments), *words)
+    assert not (tmp_path / "out").exists()
+    often = int(said.bincount().argmax())
+    save_vocab(tmp_path / "one", np.sort(np.append(never, often)))
+    assert eyas(*train_arguments(tiny, tmp_path / "out", vocab_mapping_dir=tmp_path / "one", outside="drop")).code == 0
+
+
+def save_vocab(folder: Path, targets: np.ndarray) -> None:
+    """The draft vocabulary of these tokens, of 400, in `folder`."""
+    DraftVocab(targets - np.arange(len(targets)), np.isin(np.arange(400), targets)).save(folder)
 
 
 def test_batches_of_one_sample_each_are_said(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:

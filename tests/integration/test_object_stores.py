@@ -9,16 +9,19 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from eyas.errors import EyasError
 from eyas.store import remote
 from eyas.store.reader import open_source
+from eyas.store.readpath import ReadPath
 
 obstore = pytest.importorskip("obstore")
 
@@ -129,6 +132,63 @@ def test_what_is_there_is_not_fetched_again_and_what_changed_is(
     assert (folder / "data_7.pt").read_bytes() == (founding / "D" / "data_7.pt").read_bytes()
     assert not (folder / "data_5.pt").exists()
     assert (folder / "mine").exists()
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_copy_is_fetched_once_more_and_then_believed_no_more(
+    tiny: Any, bucket: Any, asked: list[tuple[str, int]]
+) -> None:
+    files = put(bucket, tiny.store, "store")
+    folder, said = remote.staged("s3://states/store"), list[str]()
+    record = open_source(tiny.store).records[0]
+    wanted = open_source(tiny.store).states(0)
+    text = next(name for name in files if name.startswith("tokens-"))
+    journal = next(name for name in files if name.startswith("journal-"))
+    damaged = {record.shard: record.parts[1].offset, text: 0, journal: 40, "manifest.json": 40}
+    for name, at in damaged.items():
+        flip(folder / name, at)
+    asked.clear()
+    source = open_source("s3://states/store", say=said.append)  # by size and etag nothing is to be fetched
+    assert {name for name, _ in asked} == {"manifest.json", journal}
+    path = ReadPath(source, say=said.append)
+    with ThreadPoolExecutor(4) as pool:  # many readers find it at once
+        loaded = list(pool.map(lambda _: path.load([0], [len(wanted[0])]), range(8)))
+    assert all(torch.equal(torch.stack(list(each.states()[0])), wanted) for each in loaded)
+    assert source.tokens(0)[0].tolist() == open_source(tiny.store).tokens(0)[0].tolist()
+    assert source.skipped == open_source(tiny.store).skipped
+    assert sorted(name for name, _ in asked) == sorted(damaged)
+    assert held(folder) == files
+    for name in damaged:
+        assert said.count(f"{folder / name} is damaged: it is fetched once more from s3://states/store") == 1
+    flip(folder / record.shard, record.parts[1].offset)  # again: this disk is not to be trusted
+    with pytest.raises(EyasError, match=r"does not match its checksum \(read twice, fetched again and read twice\)"):
+        ReadPath(source).load([0], [len(wanted[0])])
+    assert len(asked) == len(damaged)
+
+
+def test_a_damaged_object_and_a_changed_one_are_errors(tiny: Any, bucket: Any) -> None:
+    put(bucket, tiny.store, "store")
+    record = open_source(tiny.store).records[0]
+    bad = bytearray((tiny.store / record.shard).read_bytes())
+    bad[record.parts[0].offset] ^= 1
+    obstore.put(bucket, f"store/{record.shard}", bytes(bad))
+    source = open_source("s3://states/store")
+    words = (
+        r"read twice, fetched again and read twice\): restore the file, or leave such samples out: eyas store check .*"
+    )
+    with pytest.raises(EyasError, match=words):
+        source.states(0)
+    put(bucket, tiny.store, "other")
+    source = open_source("s3://states/other")
+    flip(remote.folder_of("s3://states/other") / record.shard, record.parts[0].offset)
+    obstore.put(bucket, f"other/{record.shard}", b"something else by now")
+    with pytest.raises(EyasError, match=r"does not match its checksum \(read twice\)"):
+        source.states(0)
 
 
 def test_a_stopped_fetch_goes_on_behind_what_is_there(

@@ -242,6 +242,29 @@ def test_a_warm_start_from_another_drafter_than_the_runs_is_refused_and_not_its_
     assert resume(output).codes == [0]
 
 
+def test_a_warm_started_run_goes_on_to_the_bit_when_what_it_started_from_is_gone(tiny: Tiny, tmp_path: Path) -> None:
+    before, vocab, whole, output = (tmp_path / name for name in ("before", "vocab", "whole", "run"))
+    shutil.copytree(tiny.vocab, vocab)
+    play(settings(tiny, before, epochs=1, batch_tokens=2000, intermediate_size=96))
+    flags = {"init_from": before, "vocab_mapping_dir": vocab, "save_every": 2}
+    assert play(settings(tiny, whole, **flags)).codes == [0]
+    play(settings(tiny, output, **flags), kill_at=3)
+    shutil.rmtree(before)
+    shutil.rmtree(vocab)
+    gone = resume(output)
+    assert gone.codes == [0]
+    assert f"--init-from {before} is gone: the run's state has the weights" in gone.said
+    assert f"--vocab-mapping-dir {vocab} is gone: the run's own copy of it is taken" in gone.said
+    total = len(trace(whole))
+    assert same(tensors(output, total), tensors(whole, total))
+    assert same(load_file(output / "last/model.safetensors"), load_file(whole / "last/model.safetensors"))
+    shutil.rmtree(output / "state")  # the weights that it began with are nowhere now
+    refused = resume(output)
+    assert refused.codes == [2]
+    assert f"--init-from: {before} is neither a run directory with a best checkpoint" in refused.said[-1]
+    assert refused.said[-1].endswith(f"and {output} has no state to go on from without it")
+
+
 def test_data_kept_in_another_way_are_other_data(tiny: Tiny, stopped: Path, tmp_path: Path) -> None:
     verifier = Verifier(tiny.verifier)
     for codec, last, told in (("fp8", "all", "fp8"), ("bf16", "logits:8", "bf16, logits:8")):

@@ -24,14 +24,19 @@ def test_check_says_that_all_is_well_in_words_and_json(tiny: Any, founding: Path
     assert report["samples"] == len(open_source(tiny.store).ids)
 
 
-def test_check_finds_a_fault_exits_with_1_and_shuts_the_sample_out(tiny: Any, eyas: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", ["states", "tokens"])
+def test_check_finds_a_fault_exits_with_1_and_shuts_the_sample_out(
+    tiny: Any, eyas: Any, tmp_path: Path, damaged: str
+) -> None:
     store = tmp_path / "store"
     shutil.copytree(tiny.store, store)
     record = open_source(store).records[1]
-    shard = store / record.shard
-    data = bytearray(shard.read_bytes())
-    data[record.parts[0].offset] ^= 1
-    shard.write_bytes(data)
+    file, at = store / record.shard, record.parts[0].offset
+    if damaged == "tokens":
+        file, at = next(store.glob("tokens-*")), record.text_offset
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
     done = eyas("store", "check", store, "--quarantine")
     assert done.code == 1
     assert any(line.startswith(f"unreadable: {record.id}: ") for line in done.out)

@@ -13,7 +13,10 @@ from foreign_files import WRITERS, expected, write
 
 from eyas.errors import EyasError
 from eyas.store.foreign import deepspec, source, specforge, speculators
+from eyas.store.info import describe, info
+from eyas.store.layout import Manifest
 from eyas.store.reader import open_source
+from eyas.store.writer import StoreWriter
 from eyas.verifier import Verifier
 
 KINDS = list(WRITERS)
@@ -152,6 +155,65 @@ def test_a_deepspec_cache_is_no_eyas_store_and_the_other_way_round(tmp_path: Pat
     assert open_source(folder).manifest.extractor == "deepspec"
     assert deepspec.manifest(folder).layers == (2, 4, 5)
     assert speculators.files(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "dtype", "side"),
+    [
+        ("founding", "data_*.pt files", "bfloat16", "before or after the final norm, which its verifier's head will"),
+        ("specforge", "SpecForge's data_*.ckpt[.gz]", "bfloat16", "after the final norm, as this tool writes it"),
+        ("speculators-fp8", "a speculators data set", "float8_e4m3fn", "before the final norm, as this tool writes it"),
+    ],
+)
+def test_info_says_what_the_files_are_and_all_that_they_take(
+    tmp_path: Path, on_policy: list[Any], kind: str, what: str, dtype: str, side: str
+) -> None:
+    folder = write(kind, tmp_path / "d", on_policy)
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name != "dataset_info.json"]
+    (folder / "runs").mkdir()
+    (folder / "runs" / "log.txt").write_text("somebody's run, no data")
+    told = info(folder)
+    assert (told["kind"], told["files"], told["codec"]) == (kind.split("-")[0], len(files), None)
+    assert told["disk_bytes"] == sum(p.stat().st_size for p in files) > 0
+    text = describe(told)
+    assert f"12 samples in {what}" in text
+    assert f"four states of width 64 in {dtype}; the last one is {side}" in text
+    assert f"on disk in {len(files):,} files" in text
+    assert "unknown" not in text and "shards" not in text
+
+
+@pytest.mark.parametrize(
+    ("kinds", "held"),
+    [
+        (
+            ("founding", "specforge"),
+            r"data_\*.pt files \(12 files, data_11.pt\) and SpecForge's .* \(12 files, data_11",
+        ),
+        (("speculators", "founding"), r"a speculators data set .*hs_11.safetensors\) and data_\*.pt files"),
+        (("deepspec", "founding"), r"a DeepSpec target cache .* and data_\*.pt files"),
+    ],
+)
+def test_a_folder_of_two_formats_is_refused_with_both_named(
+    tmp_path: Path, on_policy: list[Any], kinds: tuple[str, str], held: str
+) -> None:
+    for kind in kinds:
+        write(kind, tmp_path / "d", on_policy)
+    with pytest.raises(EyasError, match=f"d holds {held}.*: name a folder that holds one of them alone"):
+        open_source(tmp_path / "d")
+
+
+def test_what_lies_beside_a_store_is_said_and_not_read(tmp_path: Path, on_policy: list[Any]) -> None:
+    folder, said = tmp_path / "d", list[str]()
+    with StoreWriter(folder, Manifest("tiny", "f00d", 64, 8, 400, (2, 4, 5, 8), "before")) as writer:
+        for i, s in enumerate(on_policy[:2]):
+            states = torch.stack(s["before"]).to(torch.bfloat16)
+            writer.add(f"s{i}", s["input_ids"].numpy(), s["loss_mask"].numpy().astype(bool), states)
+    assert open_source(folder, say=said.append).ids == ["s0", "s1"] and said == []
+    write("founding", folder, on_policy)
+    assert open_source(folder, say=said.append).ids == ["s0", "s1"]
+    assert said == [
+        f"{folder} is read as the store that it is; data_*.pt files (12 files, data_11.pt) beside it are not read"
+    ]
 
 
 def test_deepspec_manifests_that_do_not_fit_are_refused(tmp_path: Path, on_policy: list[Any]) -> None:

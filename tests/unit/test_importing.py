@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import LAYERS, VD, H, V, eagle3, make_verifier, mla, speculators, vocabulary, write
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eyas.check.run import check
 from eyas.drafter.checkpoint import checkpoint_layers, load_checkpoint
@@ -99,6 +99,33 @@ def test_ours_into_speculators_form_and_back_is_the_same(verifier: Path, tmp_pat
     assert (tmp_path / "e" / "model.safetensors").read_bytes() != b""
     first, last = load_file(folder / "model.safetensors"), load_file(tmp_path / "e" / "model.safetensors")
     assert sorted(first) == sorted(last) and all(torch.equal(first[n], last[n]) for n in first)
+
+
+@pytest.mark.parametrize(("name", "value"), [("fc.weight", np.nan), ("midlayer.hidden_norm.weight", -np.inf)])
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    verifier: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    config, tensors = eagle3(verifier)
+    tensors[name].view(-1)[-1] = value
+    folder = write(tmp_path / "theirs", config, tensors)
+    for use in (import_drafter, lambda f, v, out, say: export(f, out, verifier_path=v, say=say)):
+        with pytest.raises(EyasError, match=f"theirs: {name} holds NaN or infinity: take another checkpoint"):
+            use(folder, str(verifier), tmp_path / "ours", say=silent)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_tensor_in_two_shards_is_refused_by_name(verifier: Path, tmp_path: Path) -> None:
+    config, tensors = eagle3(verifier)
+    folder = write(tmp_path / "theirs", config, tensors)
+    (folder / "model.safetensors").unlink()
+    shards = {"a.safetensors": tensors, "b.safetensors": {"model.norm.weight": 2 * tensors["norm.weight"]}}
+    for name, held in shards.items():
+        save_file(held, folder / name)
+    weight_map = {tensor: name for name, held in shards.items() for tensor in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(EyasError, match=r"theirs: model.norm.weight is there twice, under two names or in two files"):
+        import_drafter(folder, str(verifier), tmp_path / "ours", say=silent)
+    assert not (tmp_path / "ours").exists()
 
 
 def test_an_export_that_may_not_be_written_is_not_told_to_free_space(

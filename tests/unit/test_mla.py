@@ -254,6 +254,9 @@ def test_another_trainers_mla_drafter_is_imported_bit_by_bit(tmp_path: Path) -> 
     folder = write(tmp_path / "odd", config | {"rope_interleave": False}, tensors)
     with pytest.raises(EyasError, match="rope_interleave false is another function"):
         import_drafter(folder, str(verifier), tmp_path / "no", say=lambda _text: None)
+    folder = write(tmp_path / "wide", config | {"v_head_dim": 900}, tensors)
+    with pytest.raises(EyasError, match=r"wide/config.json: v_head_dim 900 is wider than the keys'"):
+        import_drafter(folder, str(verifier), tmp_path / "no", say=lambda _text: None)
 
 
 def settings(**given: Any) -> Any:
@@ -266,6 +269,7 @@ def test_sizes_are_the_verifiers_or_named_and_what_contradicts_is_one_line(tmp_p
     assert drafter_config(settings(), deep, 40).mla == MlaSizes(**own)
     assert drafter_config(settings(q_lora_rank=768), deep, 40).mla == MlaSizes(**{**own, "q_lora_rank": 768})
     assert drafter_config(settings(), deep, 40).head_dim == 192
+    assert drafter_config(settings(v_head_dim=192), deep, 40).mla == MlaSizes(**{**own, "v_head_dim": 192})
     plain = Verifier(make_verifier(tmp_path / "plain")).config
     for given, verifier, message in (
         ({"kv_lora_rank": 8}, plain, "no latent attention to take sizes from: set --q-lora-rank, --qk-nope-head-dim"),
@@ -276,6 +280,11 @@ def test_sizes_are_the_verifiers_or_named_and_what_contradicts_is_one_line(tmp_p
             "--v-head-dim says nothing of a drafter with --attention llama",
         ),
         ({"qk_rope_head_dim": 3}, deep, "a head size of 3 is odd.*set --qk-rope-head-dim"),
+        (
+            {"v_head_dim": 193},
+            deep,
+            r"v_head_dim 193 is wider than the keys' qk_nope_head_dim \+ qk_rope_head_dim = 192, .*make it 192 at most",
+        ),
     ):
         with pytest.raises(EyasError, match=message):
             drafter_config(settings(**given), verifier, 40)

@@ -227,12 +227,18 @@ def test_two_writers_share_a_folder_and_one_name_is_one_writer(tmp_path: Path) -
             c.add(*sample(3))
 
 
+def way_out(folder: Path) -> str:
+    """What the error of a damaged sample says to do."""
+    return f"restore the file, or leave such samples out: eyas store check {folder} --quarantine$"
+
+
 def test_one_flipped_bit_in_the_states_stops_with_sample_shard_and_offset(tmp_path: Path) -> None:
     write(tmp_path)
     record = layout.read_journal(tmp_path / "journal-0.jsonl").records[4]
     flip(tmp_path / record.shard, record.parts[2].offset + 1001)
     source = open_source(tmp_path)
-    with pytest.raises(EyasError, match=f"{record.shard}: sample s4 at byte {record.parts[2].offset} does not match"):
+    words = f"{record.shard}: sample s4 at byte {record.parts[2].offset} does not match .*{way_out(tmp_path)}"
+    with pytest.raises(EyasError, match=words):
         source.states(4)
     assert torch.equal(source.states(3), sample(3)[3])
 
@@ -300,7 +306,8 @@ def test_a_flipped_bit_in_the_tokens_is_caught(tmp_path: Path) -> None:
     write(tmp_path)
     flip(tmp_path / "tokens-0.bin", 5 * 5 + 2)  # in sample 1
     source = open_source(tmp_path)
-    with pytest.raises(EyasError, match=r"tokens-0\.bin: sample s1 at byte 25 does not match"):
+    words = rf"tokens-0\.bin: sample s1 at byte 25 does not match .*{way_out(tmp_path)}"
+    with pytest.raises(EyasError, match=words):
         source.tokens(1)
     source.tokens(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +178,19 @@ def test_vocabulary_of_a_store_is_that_of_its_tokens(prepared: Path, tiny_verifi
     one = build(store, verifier, 20, tmp_path / "a", lambda _: None)
     two = build(samples, verifier, 20, tmp_path / "b", lambda _: None)
     assert one.d2t.tolist() == two.d2t.tolist()
+
+
+def test_prepared_samples_beside_states_are_chosen_from_and_that_is_said(
+    prepared: Path, tiny_verifier: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    both = shutil.copytree(prepared, tmp_path / "both")
+    build(both, Verifier(tiny_verifier), 20, tmp_path / "v", said.append)
+    assert not any("prepared samples" in line for line in said)
+    said.clear()
+    (both / "manifest.json").write_text("{}")
+    build(both, Verifier(tiny_verifier), 20, tmp_path / "v", said.append)
+    assert said[0] == f"{both} holds prepared samples and states: the vocabulary is chosen from the prepared samples"
 
 
 def test_tokens_of_another_verifier_are_refused(prepared: Path, tiny_verifier: Path, tmp_path: Path) -> None:

@@ -212,8 +212,18 @@ def load_checkpoint(
     found = DrafterFolder(folder)
     if reason := other_function(found):
         raise EyasError(f"{folder}: {reason}")
+    if found.twice:
+        raise EyasError(
+            f"{folder}: {found.twice[0]} is there twice, under two names or in two files: find out which is the trained"
+            " one, and delete the other"
+        )
     config = _drafter_config(found, verifier)
     tensors = {name: found.tensor(name) for name in found.tensors}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise EyasError(
+                f"{folder}: {found.tensors[name].name} holds NaN or infinity: take another checkpoint of it"
+            )
     embedding = tensors.pop("embed_tokens.weight", embedding)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     drafter = Drafter(config, None if embedding is None else embedding.float())
@@ -307,6 +317,8 @@ def _drafter_config(found: DrafterFolder, verifier: VerifierConfig) -> DrafterCo
         )
     except KeyError as e:
         raise EyasError(f"{folder}/{CONFIG} does not say {e.args[0]}") from None
+    except EyasError as e:
+        raise EyasError(f"{folder}/{CONFIG}: {e}") from None
     if config.vocab_size != verifier.vocab_size:
         raise EyasError(
             f"{folder} is a drafter for a vocab_size of {config.vocab_size:,}, "

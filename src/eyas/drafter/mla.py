@@ -37,13 +37,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MlaSizes:
-    """Sizes of latent attention, by their names in config.json."""
+    """Sizes of latent attention, by their names in config.json.
+
+    Raises EyasError for values wider than keys: flash kernels take one width, to which values are padded, here and in
+    engines.
+    """
 
     q_lora_rank: int
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim > self.head_dim:
+            raise EyasError(
+                f"v_head_dim {self.v_head_dim} is wider than the keys' qk_nope_head_dim + qk_rope_head_dim ="
+                f" {self.head_dim}, which attention kernels do not take: make it {self.head_dim} at most"
+            )
 
     @property
     def head_dim(self) -> int:

@@ -86,6 +86,7 @@ def make_plan(asked: Asked, say: Callable[[str], None] = print) -> dict[str, Any
         packs = pack(epoch_order(train, c.seed, 0), source.lengths, int(batch_tokens), c.max_seq_len)
         batch_tokens = tokens / len(packs)  # a pack is closed when the next sample does not fit
         per_token = sum(source.nbytes(i) for i in range(len(source.ids))) / int(source.lengths.sum())
+        per_token *= int(reader.rows_read(source, c.max_seq_len)[train].sum()) / tokens  # of cut samples more is read
         codec, last_rows = source.manifest.codec, source.manifest.last_rows
         length = int(lengths.mean())
     else:

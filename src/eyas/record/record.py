@@ -35,6 +35,7 @@ from eyas.record.outlet import Outlet, hold_standard_descriptors, name_thread
 from eyas.record.phases import GpuClock, LateValues, Phases, Scope
 from eyas.record.voice import Voice
 from eyas.record.words import step_words
+from eyas.store.remote import check_local
 
 T = TypeVar("T")
 INTERVAL = 10.0  # seconds between two lines, at most
@@ -54,7 +55,7 @@ class Record:
     folder: the run directory, made by `open`; None keeps everything in memory and says lines only (tests, notebooks).
     total: steps in all, 0 if not known. say: where lines go; None is standard output. resume: the command that goes on.
     make: make the run directory at once, and not when the caller has checked what it was given. unit: what is counted.
-    rank, world: None for what the launcher says (RANK, WORLD_SIZE).
+    rank, world: None for what the launcher says (RANK, WORLD_SIZE). Raises EyasError for a folder that is a URL.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Record:
         make: bool = False,
         unit: str = "step",
     ) -> None:
+        if folder is not None:
+            check_local(folder)
         self.folder, self.name, self.resume, self.interval = folder, name, resume, interval
         self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self.world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from eyas.store import layout
+from eyas.store.foreign.source import FORMATS, ForeignSource
 from eyas.store.reader import open_source
 from eyas.store.remote import staged
 
@@ -22,18 +23,21 @@ def info(path: Path, say: Callable[[str], None] | None = None) -> dict[str, Any]
     lengths, manifest = source.lengths, source.manifest
     tokens, trained = int(lengths.sum()), int(source.trained.sum())
     states = sum(source.nbytes(i) for i in range(len(source.ids)))
-    files = [p for p in path.iterdir() if p.is_file()]
+    foreign = isinstance(source, ForeignSource)
+    files = source.files if isinstance(source, ForeignSource) else [p for p in path.iterdir() if p.is_file()]
     edges = [0, *(1 << k for k in range(4, max(4, int(lengths.max()).bit_length()) + 1))]
     counts, _ = np.histogram(lengths, bins=edges)
     return {
         "path": str(path),
+        "kind": manifest.extractor if foreign else "store",
+        "files": len(files),
         "verifier": manifest.verifier,
         "hidden_size": manifest.hidden_size,
         "layers": list(manifest.layers),
         "layer_unit": manifest.layer_unit,
         "norm_side": manifest.norm_side,
-        "dtype": manifest.dtype,
-        "codec": manifest.codec,
+        "dtype": ", ".join(source.dtypes) if isinstance(source, ForeignSource) else manifest.dtype,
+        "codec": None if foreign else manifest.codec,
         "last_rows": manifest.last_rows,
         "samples": len(source.ids),
         "tokens": tokens,
@@ -44,7 +48,7 @@ def info(path: Path, say: Callable[[str], None] | None = None) -> dict[str, Any]
         "bytes_per_token": round(states / tokens, 1),
         "disk_bytes": sum(p.stat().st_size for p in files),
         "writers": [layout.writer_of(j) for j in layout.journals(path)],
-        "shards": sum(p.name.startswith("shard-") for p in files),
+        "shards": 0 if foreign else sum(p.name.startswith("shard-") for p in files),
         "open_shards": sum(p.name.endswith(layout.OPEN_SUFFIX) for p in files),
         "lengths": {
             "min": int(lengths.min()),
@@ -59,17 +63,9 @@ def info(path: Path, say: Callable[[str], None] | None = None) -> dict[str, Any]
 
 def describe(told: dict[str, Any]) -> str:
     """`info` in words."""
-    of, k = told["lengths"], layout.logits_of(told["last_rows"])
-    last = f"of the last state, which is {told['norm_side']} the final norm, {told['last_rows']} rows"
-    if k:
-        last = f"in place of the last state the {k} likeliest tokens of each trained row"
+    of, words = told["lengths"], _store_words if told["kind"] == "store" else _foreign_words
     lines = [
-        f"{told['path']}: {told['samples']:,} samples of {told['verifier']}, {told['tokens']:,} tokens, "
-        f"{told['trained_share']:.1%} of them trained",
-        f"{size(told['state_bytes'])} of states, {told['bytes_per_token']:,.0f} B a token: layers "
-        f"{', '.join(map(str, told['layers']))} of width {told['hidden_size']} in {told['codec']}; {last}",
-        f"{size(told['disk_bytes'])} on disk in {told['shards']:,} shards ({told['open_shards']} open) of "
-        f"{len(told['writers'])} writers",
+        *words(told),
         f"lengths: {of['min']:,} to {of['max']:,}, median {of['p50']:,}, mean {of['mean']:,}, 90 % up to {of['p90']:,}",
     ]
     most = max(n for _, _, n in of["histogram"])
@@ -78,6 +74,36 @@ def describe(told: dict[str, Any]) -> str:
     if len(told["skipped"]) > 5:
         lines.append(f"left out: {len(told['skipped']):,} samples in all")
     return "\n".join(lines)
+
+
+def _store_words(told: dict[str, Any]) -> list[str]:
+    k = layout.logits_of(told["last_rows"])
+    last = f"of the last state, which is {told['norm_side']} the final norm, {told['last_rows']} rows"
+    if k:
+        last = f"in place of the last state the {k} likeliest tokens of each trained row"
+    return [
+        f"{told['path']}: {told['samples']:,} samples of {told['verifier']}, {told['tokens']:,} tokens, "
+        f"{told['trained_share']:.1%} of them trained",
+        f"{size(told['state_bytes'])} of states, {told['bytes_per_token']:,.0f} B a token: layers "
+        f"{', '.join(map(str, told['layers']))} of width {told['hidden_size']} in {told['codec']}; {last}",
+        f"{size(told['disk_bytes'])} on disk in {told['shards']:,} shards ({told['open_shards']} open) of "
+        f"{len(told['writers'])} writers",
+    ]
+
+
+def _foreign_words(told: dict[str, Any]) -> list[str]:
+    """Other tools' files say neither whose states they are nor, most of them, the side of the norm."""
+    what = {kind.NAME: kind.WHAT for kind in FORMATS}[told["kind"]]
+    side = f"{told['norm_side']} the final norm, as this tool writes it"
+    if told["norm_side"] == "unknown":
+        side = "before or after the final norm, which its verifier's head will tell"
+    return [
+        f"{told['path']}: {told['samples']:,} samples in {what}, {told['tokens']:,} tokens, "
+        f"{told['trained_share']:.1%} of them trained",
+        f"{size(told['state_bytes'])} of states, {told['bytes_per_token']:,.0f} B a token: four states of width "
+        f"{told['hidden_size']} in {told['dtype']}; the last one is {side}",
+        f"{size(told['disk_bytes'])} on disk in {told['files']:,} files",
+    ]
 
 
 def size(nbytes: float) -> str:

@@ -188,6 +188,9 @@ _CHECK = b',"check":"'
 _CHECK_BYTES = len(_CHECK) + 16 + len(b'"}')
 
 
+WRONG_LINE = "does not match its own checksum"
+
+
 class Journal(NamedTuple):
     """What a journal holds."""
 
@@ -220,7 +223,7 @@ def parse_journal(name: str, data: bytes) -> Journal:
         elif position > len(data):
             broken.append((f"{name} line {number}", "is unfinished: its writer is at work, or was stopped"))
         else:
-            broken.append((f"{name} line {number}", "does not match its own checksum"))
+            broken.append((f"{name} line {number}", WRONG_LINE))
     return Journal(records, broken, good_bytes)
 
 

@@ -29,7 +29,7 @@ class Loaded:
 
     memory: uint8, the whole buffer; extents, places: what lies in it, and where (reads.py); own: states of the samples
     that came another way, [layers, rows, Ht] each, by position in the batch; count: samples; layers: of each;
-    nbytes: of rows
+    nbytes: of rows that were read
     """
 
     memory: Tensor
@@ -87,6 +87,7 @@ class ReadPath:
         plan = plan_reads(extents, buffered)
         memory = self.ring.lease(plan.nbytes)
         read(self._files, extents, plan, memory.data)
-        nbytes = sum(e.rows * e.row_bytes for e in extents) + sum(s.numel() * s.element_size() for s in own.values())
+        nbytes = sum(e.rows * e.row_bytes + e.behind for e in extents)
+        nbytes += sum(s.numel() * s.element_size() for s in own.values())
         layers = len(self.source.manifest.layers)
         return Loaded(torch.from_numpy(memory), extents, plan.places, own, len(samples), layers, nbytes)

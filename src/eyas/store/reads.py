@@ -26,6 +26,7 @@ from torch import Tensor
 from eyas.errors import EyasError
 from eyas.store.layout import OPEN_SUFFIX, PAGE
 from eyas.store.logits import pack
+from eyas.store.remote import fetch_again
 
 CALL_BYTES = 32 << 20  # a call grows to at least this where the batch has that much in one piece
 PIECE_BYTES = 512 << 10  # of the page cache's: half of what a core's own cache holds
@@ -58,6 +59,7 @@ class Extent(NamedTuple):
     xxh3: xxh3-64 of the nbytes in hex, or None where nobody knows (a part of what was hashed, another tool's file)
     scales: one float32 for each row that multiplies it (row_bytes 4), or None; behind "int32" as many float16 a row
     channels: [values] float32 that multiply every row as well, on the CPU, or None
+    behind: bytes behind these that the checksum covers too: read and verified with them, and not used
     """
 
     sample: str
@@ -71,6 +73,12 @@ class Extent(NamedTuple):
     xxh3: str | None = None
     scales: Extent | None = None
     channels: Tensor | None = None
+    behind: int = 0
+
+    @property
+    def end(self) -> int:
+        """Where in the file the reading ends."""
+        return self.offset + self.nbytes + self.behind
 
     @property
     def rows(self) -> int:
@@ -130,7 +138,7 @@ def plan_reads(
                 break
             members.append(k)
             places[k] = at + e.offset - start
-            need = max(need, e.offset + e.nbytes)
+            need = max(need, e.end)
             i += 1
         stop = -(-need // PAGE) * PAGE
         calls.append(Call(first.path, start, stop, at, need, kind, members))
@@ -198,6 +206,13 @@ class Files:
                 raise EyasError(f"{candidate} cannot be read: {error.strerror}") from None
         raise EyasError(f"{path} is missing: restore it, or capture into another folder")
 
+    def fetch_again(self, path: str) -> bool:
+        """Whether a file whose content is wrong is another one now (remote.py)."""
+        if not fetch_again(path, self._say):
+            return False
+        self.get.cache_clear()  # what is open is the old one
+        return True
+
     def refused(self, path: str) -> None:
         """Direct I/O does not work on the file system of `path`: from now on its files go through the page cache."""
         device = Path(path).stat().st_dev
@@ -220,22 +235,32 @@ def _read_ahead(device: int) -> int:
 def read(files: Files, extents: Sequence[Extent], plan: ReadPlan, buffer: memoryview) -> None:
     """Make the calls of `plan` into `buffer` (page-aligned, plan.nbytes) and verify every extent that has a checksum.
 
-    What does not match is read once more, from the disk. Raises EyasError that names sample, file and offset.
+    What does not match is read once more, from the disk; of an object store, the file is fetched once more. Raises
+    EyasError that names sample, file and offset, and what to do.
     """
     for call in plan.calls:
-        for attempt in (1, 2):
-            wrong = _bring(files, extents, call, plan.places, buffer)
-            if not wrong:
-                break
-            if attempt == 1:  # the page cache may hold the bad copy: ask the disk
-                fd = files.get(call.path, False).fd
-                os.posix_fadvise(fd, call.start, call.stop - call.start, os.POSIX_FADV_DONTNEED)
-        else:
+        wrong = _wrong(files, extents, plan, call, buffer)
+        again = "read twice"
+        if wrong and files.fetch_again(call.path):
+            wrong, again = _wrong(files, extents, plan, call, buffer), "read twice, fetched again and read twice"
+        if wrong:
             bad = extents[wrong[0]]
             raise EyasError(
-                f"{bad.path}: sample {bad.sample} at byte {bad.offset} does not match its checksum (read twice):"
-                " restore the file, or capture again"
+                f"{bad.path}: sample {bad.sample} at byte {bad.offset} does not match its checksum ({again}): restore"
+                f" the file, or leave such samples out: eyas store check {Path(bad.path).parent} --quarantine"
             )
+
+
+def _wrong(files: Files, extents: Sequence[Extent], plan: ReadPlan, call: Call, buffer: memoryview) -> list[int]:
+    """Make a call, twice where it has to be; which of its extents do not match their checksum."""
+    wrong: list[int] = []
+    for _ in range(2):
+        wrong = _bring(files, extents, call, plan.places, buffer)
+        if not wrong:
+            break
+        fd = files.get(call.path, False).fd  # the page cache may hold the bad copy: ask the disk
+        os.posix_fadvise(fd, call.start, call.stop - call.start, os.POSIX_FADV_DONTNEED)
+    return wrong
 
 
 def _bring(files: Files, extents: Sequence[Extent], call: Call, places: Sequence[int], buffer: memoryview) -> list[int]:
@@ -247,7 +272,7 @@ def _bring(files: Files, extents: Sequence[Extent], call: Call, places: Sequence
     done, wrong, file = 0, list[int](), files.for_call(call, not call.buffered)
     for k in call.extents:
         e, at, hashed = extents[k], places[k], xxhash.xxh3_64()
-        stop = at + e.nbytes
+        stop = at + e.end - e.offset
         while at < stop:
             while call.at + done <= at:  # a hole may be longer than a piece
                 done, file = _read_on(files, file, extents, call, buffer, done)
@@ -283,7 +308,7 @@ def _read_on(
             ) from None
         done += got
         if got == 0 or (done < need and os.fstat(file.fd).st_size <= call.start + done):
-            e = next(e for k in call.extents if (e := extents[k]).offset + e.nbytes > call.start + done)
+            e = next(e for k in call.extents if (e := extents[k]).end > call.start + done)
             raise EyasError(f"{call.path} ends before sample {e.sample} (byte {e.offset}) does: restore it")
         if done >= need:
             return done, file

@@ -4,7 +4,8 @@ Training reads each byte many times and at random; a local disk does that at its
 in place of a folder means: its objects are staged below `--stage-dir`, as the files that they were, and everything else
 (index, checksums, read path) is what it is for any folder. An object whose size and etag are those of the staged file
 is not fetched again. One that was begun goes on behind the bytes that are there, if its etag is the same. Files are
-made under a side name, synced and renamed; the index files of a store come last.
+made under a side name, synced and renamed; the index files of a store come last. A file whose content proves to be
+damaged is fetched once more (`fetch_again`).
 
 Cost: one listing each time; fetching runs at what THREADS connections give, 8 MiB a request, without a second copy on
 the disk. Memory: THREADS times 8 MiB. `obstore` (and boto3, for ~/.aws) is imported only when a URL is given.
@@ -40,6 +41,7 @@ SAY_SECONDS = 2.0
 KEPT = ".staged.json"  # {file: [size, etag]} of what is whole in the folder
 _SIDE = re.compile(r"\..*\.[0-9a-f]{16}\.part")
 _URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/]+)/?(.*)")  # pathlib makes one slash of two
+_ANY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,3}(.*)")
 
 Say = Callable[[str], None]
 
@@ -62,9 +64,10 @@ def url_of(path: Path | str) -> str | None:
 
 
 def check_local(path: Path | str) -> None:
-    """EyasError for a URL that is to be written: pathlib would quietly make a folder called `s3:`."""
-    url = url_of(path)
-    if url is not None:
+    """EyasError for a URL, of any kind, that is to be written: pathlib would quietly make a folder called `s3:`."""
+    found = _ANY_URL.fullmatch(os.fspath(path))
+    if found is not None:
+        url = f"{found[1]}://{found[2]}"
         raise EyasError(f"{url}: eyas reads from object stores and writes to folders: name a folder, and copy it there")
 
 
@@ -72,6 +75,7 @@ def folder_of(url: str, stage_dir: Path | str | None = None) -> Path:
     """Where a URL is staged: below stage_dir, $EYAS_STAGE_DIR or ~/.cache/eyas/staged, by scheme, bucket and path."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eyas" / "staged"
     top = Path(stage_dir or os.environ.get(STAGE_DIR) or cache)
+    check_local(top)
     scheme, _, rest = url.partition("://")
     if ".." in rest.split("/"):
         raise EyasError(f"{url}: a path with .. in it")
@@ -91,16 +95,55 @@ def staged(path: Path | str, say: Say | None = None, stage_dir: Path | str | Non
     bucket = _open(url)
     with _errors(url, folder):
         there = _list(bucket, url)
-    try:
+    with _written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder, say):
             _fetch(bucket, url, there, folder, say)
+    _staged[folder] = url
+    return folder
+
+
+_staged: dict[Path, str] = {}  # what this process has staged: folder -> URL
+_fetched_again: set[Path] = set()
+_again = threading.Lock()
+
+
+def fetch_again(path: Path | str, say: Say | None = None) -> bool:
+    """Fetch a staged file anew, because what it holds is damaged; whether it is another one now. For many threads.
+
+    Once a file and process: later callers, whose bytes may be from before, are told True and find what was fetched.
+    False for a file that `staged` did not bring, or whose object has changed. Raises EyasError when fetching fails.
+    """
+    path = Path(path)
+    with _again:
+        folder = next((f for f in _staged if path.is_relative_to(f)), None)
+        if folder is None or path in _fetched_again:
+            return folder is not None
+        url, name = _staged[folder], path.relative_to(folder).as_posix()
+        bucket = _open(url)
+        with _errors(url, folder):
+            o = next((o for o in _list(bucket, url) if o.name == name), None)
+        with _written(folder), _alone(folder, say or (lambda _line: None)):
+            if o is None or _kept(folder).get(name) != [o.size, o.etag]:
+                return False
+            if say is not None:
+                say(f"{path} is damaged: it is fetched once more from {url}")
+            with _errors(f"{url}/{name}", folder):
+                _fetch_one(bucket, o, folder, lambda _nbytes: None, threading.Event())
+        _fetched_again.add(path)
+        return True
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """A disk that refuses, as one line."""
+    try:
+        yield
     except OSError as error:
         raise EyasError(
             f"{folder} cannot be written: {error.strerror}: make room, or name another folder (--stage-dir); what is"
             " fetched stays"
         ) from None
-    return folder
 
 
 def _open(url: str) -> Any:

@@ -34,7 +34,7 @@ from eyas.train.batches import Batch, Loader, epoch_order, pack
 from eyas.train.objective import Objective, pack_seed
 from eyas.train.optim import Average, check_optimiser, learning_rate, make_optimisers, optimiser_tensors, set_rate
 from eyas.train.parallel import Ranks, held_back, other_ranks_gone, spread, whole
-from eyas.train.rundir import link, open_run, refuse_another_run, save_run
+from eyas.train.rundir import keep_start, link, open_run, refuse_another_run, save_run
 from eyas.train.setup import aux_layers, training_samples, verifier_head
 from eyas.train.start import make_drafter
 from eyas.train.state import Progress, States, about_state, check_identity, identity, progress, prune
@@ -43,6 +43,7 @@ from eyas.verifier import Verifier
 
 Say = Callable[[str], None]
 WARMUP_COST = 0.4  # of an epoch that trains step 0 alone, of one with all steps (bench/RESULTS.md)
+LOOK_AT = 8  # packs, spread over the first epoch, that show whether `--outside drop` leaves anything
 
 
 class Run:
@@ -74,13 +75,20 @@ class Run:
         self.reads = ReadPath(self.source, cache_gb=cache_gb, device=self.device, say=self.say)
         self.train_samples, self.val_samples = training_samples(config, self.source, self.say)
         self.record.enter("reading verifier")
-        self.drafter, self.vocab = make_drafter(config, self.verifier, self.source, self.dtype, self.say)
+        self.states = States(config.output_dir, self.ranks, config.keep)
+        begun = config.resume and self.states.newest(lambda _text: None) is not None
+        self.drafter, self.vocab = make_drafter(config, self.verifier, self.source, self.dtype, self.say, begun)
         self.drafter.to(self.device)
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
         self.layers = aux_layers(self.source, self.verifier)
         config_json(self.drafter.config, self.verifier.config, self.layers, "float32")  # refuses before any work
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
         self.objective = Objective(self.drafter, self.head, config, self.device, self.dtype)
+        self.batch_tokens = config.batch_tokens or config.max_seq_len
+        self.epochs = [self._packs(epoch) for epoch in range(config.epochs)]
+        if config.outside == "drop":
+            packs = self.epochs[0][:: math.ceil(len(self.epochs[0]) / LOOK_AT)]
+            self.objective.check_outside(Loader(self.reads, packs, 1, config.max_seq_len, 0))
         self.model = spread(self.objective, config.parallel, self.ranks)
         if self.ranks.world > 1:
             # DDP lays its buckets out anew after its first backward pass. That shall be over before the first step, or
@@ -89,8 +97,6 @@ class Run:
             self.drafter.zero_grad(set_to_none=True)
         self.optimisers = make_optimisers(self.drafter, config)
         self.average = Average(self.drafter, config.ema) if config.ema else None
-        self.batch_tokens = config.batch_tokens or config.max_seq_len
-        self.epochs = [self._packs(epoch) for epoch in range(config.epochs)]
         self.packs = sum(map(len, self.epochs))
         alone = config.ttt_warmup_epochs if config.ttt_steps > 1 else 0  # epochs of step 0 alone
         self.costs = [WARMUP_COST if epoch < alone else 1.0 for epoch in range(config.epochs)]
@@ -99,7 +105,6 @@ class Run:
         self.total = sum(math.ceil(len(packs) / self.per_step) for packs in self.epochs)
         shapes = {name: list(p.shape) for name, p in self.drafter.named_parameters()}  # whole, though FSDP2 shards them
         self.identity = identity(config, self.verifier, self.source, self.vocab, self.dtype, shapes)
-        self.states = States(config.output_dir, self.ranks, config.keep)
         self.at = Progress()
         self.ended: str | None = None
         self.stop = Stop()
@@ -133,6 +138,7 @@ class Run:
             self._go_on()
             if self.ranks.first:
                 save_run(c, self.source, self.verifier)
+                keep_start(c.output_dir, self.drafter.config, self.vocab)
             self.record.open()
             self._introduce()
             self.began, self.seconds_before, self.steps_before = time.monotonic(), self.at.seconds, self.step

@@ -10,6 +10,7 @@ kill, on any number of ranks, draws what it would have drawn, and no generator's
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -55,6 +56,29 @@ class Objective(nn.Module):
         known[self.verifier.draft_ids] = True
         return known
 
+    def _says_first(self, last: Tensor) -> Tensor:
+        """[R] bool, at which target rows the verifier's first choice is in the draft vocabulary."""
+        return self.known[self.verifier.first_choice(last)]
+
+    @torch.no_grad()
+    def check_outside(self, batches: Iterable[Batch]) -> None:
+        """EyasError where `--outside drop` would leave nothing: no position of these packs is kept.
+
+        Stops at the first position that is; costs one product with the verifier's whole head as a rule.
+        """
+        looked = 0
+        for batch in batches:
+            target = batch.plan.to(self.device).loss_target
+            last = self.verifier.targets(batch.last.to(self.device), self.dtype)
+            if bool(self._says_first(last)[target].any()):
+                return
+            looked += len(target)
+        raise EyasError(
+            f"--outside drop leaves nothing to train: at none of {looked:,} positions is the verifier's first choice in"
+            f" the draft vocabulary of {len(self.verifier.draft_ids):,} tokens: make the vocabulary from these data"
+            " (eyas vocab), or --outside keep"
+        )
+
     def forward(self, batch: Batch | None, counts: list[float], seed: int | None = None) -> tuple[Tensor, Tensor]:
         """The pack's share of a step's loss, and its correct first choices per TTT step, int64 [K].
 
@@ -73,7 +97,7 @@ class Objective(nn.Module):
         last = self.verifier.targets(batch.last.to(self.device), self.dtype)
         rows, step, target = plan.loss_row, plan.loss_step, plan.loss_target  # [M] each
         if self.config.outside == "drop":
-            known = self.known[self.verifier.first_choice(last)][target]
+            known = self._says_first(last)[target]
             rows, step, target = rows[known], step[known], target[known]
         decay = self.config.step_weight_decay ** torch.arange(plan.steps, device=self.device)
         share = decay / decay.sum() / torch.tensor(counts, device=self.device).clamp_min(1)  # [K]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from datetime import UTC, datetime
@@ -14,12 +15,18 @@ import yaml
 
 import eyas
 from eyas.config import TrainConfig
+from eyas.drafter.mla import MlaSizes
+from eyas.drafter.model import DrafterConfig
 from eyas.errors import EyasError
-from eyas.files import write_whole
+from eyas.files import write_json, write_whole
 from eyas.store.reader import Source
 from eyas.train.state import States
 from eyas.train.stop import resume_command
 from eyas.verifier import Verifier
+from eyas.vocab import DraftVocab
+from eyas.vocab import load as load_vocab
+
+START = "start"  # in a run directory: the sizes and the draft vocabulary of its drafter
 
 
 def refuse_another_run(config: TrainConfig) -> None:
@@ -51,6 +58,23 @@ def save_run(config: TrainConfig, source: Source, verifier: Verifier) -> None:
         raise EyasError(f"--output-dir {config.output_dir}: {e.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError):
         raise EyasError(f"{path} is not what eyas train wrote: name a new --output-dir") from None
+
+
+def keep_start(run: Path, drafter: DrafterConfig, vocab: DraftVocab) -> None:
+    """Keep the drafter's sizes and vocabulary, so that the run goes on when what they were taken from is gone."""
+    if not (run / START / "drafter.json").exists():
+        vocab.save(run / START)
+        write_json(run / START / "drafter.json", drafter.to_dict())  # the last file: with it the folder is whole
+
+
+def kept_start(run: Path) -> tuple[DrafterConfig, DraftVocab] | None:
+    """What `keep_start` kept; None where there is nothing of the kind."""
+    try:
+        sizes = json.loads((run / START / "drafter.json").read_bytes())
+        mla = MlaSizes(**sizes["mla"]) if sizes["mla"] else None
+        return DrafterConfig(**{**sizes, "mla": mla}), load_vocab(run / START)
+    except (OSError, ValueError, KeyError, TypeError, EyasError):
+        return None
 
 
 def about_run(config: TrainConfig, source: Source, verifier: Verifier, before: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from eyas.drafter.model import DrafterConfig
 from eyas.errors import EyasError
 from eyas.evaluate.kept import KeptHead
 from eyas.evaluate.offline import VerifierHead
-from eyas.store.reader import Source
+from eyas.store.reader import Source, unverified
 from eyas.train.batches import split_source
 from eyas.verifier import MLA, Verifier, VerifierConfig
 from eyas.vocab import DraftVocab
@@ -116,7 +116,9 @@ def training_samples(c: TrainConfig, source: Source, say: Callable[[str], None])
         raise EyasError("--patience looks at validations, and no sample validates: raise --val-ratio, or leave it out")
     long = int((source.lengths[train + val] > K).sum())
     if long:
-        say(f"{long:,} samples are longer than {K:,} tokens and are cut there (--max-seq-len)")
+        unproved = unverified(source, train + val, K)
+        more = f"; {unproved:,} so short that no checksum proves what is read of them" if unproved else ""
+        say(f"{long:,} samples are longer than {K:,} tokens and are cut there (--max-seq-len){more}")
     room = c.batch_tokens or K
     alone = int((np.minimum(source.lengths[train], K) > room).sum())
     if alone:

@@ -2,11 +2,15 @@
 
 A warm start (`--init-from`) takes a checkpoint's drafter as it is: weights, sizes, and its own draft vocabulary, for a
 head whose rows mean other tokens has learnt nothing. What contradicts it is refused.
+
+A run that goes on has its weights in its state, and its sizes and vocabulary in the run directory: the checkpoint and
+the vocabulary's folder may be gone by then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +22,7 @@ from eyas.drafter.start import start_from_verifier, start_random
 from eyas.errors import EyasError
 from eyas.evaluate.run import check_verifier, find_checkpoint
 from eyas.store.reader import Source
+from eyas.train.rundir import kept_start
 from eyas.train.setup import aux_layers, drafter_config
 from eyas.verifier import MLA, Verifier
 from eyas.vocab import DraftVocab
@@ -28,14 +33,25 @@ SIZES = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")  # what a
 
 
 def make_drafter(
-    config: TrainConfig, verifier: Verifier, source: Source, dtype: torch.dtype, say: Say
+    config: TrainConfig, verifier: Verifier, source: Source, dtype: torch.dtype, say: Say, begun: bool = False
 ) -> tuple[Drafter, DraftVocab]:
-    """The drafter as training starts with it, on the CPU, and its vocabulary."""
+    """The drafter as training starts with it, on the CPU, and its vocabulary.
+
+    begun: a state of the run will be loaded over its weights; what they were taken from may be gone.
+    """
+    kept = kept_start(config.output_dir) if config.resume else None
     vocab = None
     if config.vocab_mapping_dir is not None:
-        vocab = load_vocab(config.vocab_mapping_dir, verifier.config.vocab_size, verifier.fingerprint, say)
+        if kept is not None and not config.vocab_mapping_dir.exists():
+            vocab = kept[1]
+            say(f"--vocab-mapping-dir {config.vocab_mapping_dir} is gone: the run's own copy of it is taken")
+        else:
+            vocab = load_vocab(config.vocab_mapping_dir, verifier.config.vocab_size, verifier.fingerprint, say)
     layers = aux_layers(source, verifier)
-    if config.init_from is not None:
+    if config.init_from is not None and begun and kept is not None and not _is_there(config.init_from):
+        drafter, vocab = Drafter(kept[0], verifier.embedding(dtype)), kept[1]
+        say(f"--init-from {config.init_from} is gone: the run's state has the weights")
+    elif config.init_from is not None:
         drafter, vocab = _warm(config, verifier, layers, vocab, say)
         drafter.embedding = verifier.embedding(dtype)
     else:
@@ -55,11 +71,23 @@ def make_drafter(
     return drafter, vocab
 
 
+def _is_there(init_from: Path) -> bool:
+    try:
+        find_checkpoint(init_from)
+    except EyasError:
+        return False
+    return True
+
+
 def _warm(
     config: TrainConfig, verifier: Verifier, layers: tuple[int, ...], vocab: DraftVocab | None, say: Say
 ) -> tuple[Drafter, DraftVocab]:
     assert config.init_from is not None
-    folder, _ = find_checkpoint(config.init_from)
+    try:
+        folder, _ = find_checkpoint(config.init_from)
+    except EyasError as e:
+        more = f", and {config.output_dir} has no state to go on from without it" if config.resume else ""
+        raise EyasError(f"--init-from: {e}{more}") from None
     check_verifier(folder, verifier)
     drafter, own = load_checkpoint(folder, verifier.config)
     H = verifier.config.hidden_size

@@ -57,7 +57,12 @@ def run_why(
                     return _print(quick, json_out, failing)
             snapshot = look(named, timeout, stacks=stacks, deep=deep, log=log)
             _check_wall(snapshot)
-            _check_there(snapshot)
+            try:
+                _check_there(snapshot)
+            except UsageError:
+                if (told := _of_the_dead(named, snapshot)) is None:
+                    raise
+                return _print(told, json_out, failing)
         from eyas.why.answer import redact, to_json
         from eyas.why.judge import judge
 
@@ -227,6 +232,22 @@ def _check_there(snapshot: dict[str, Any]) -> None:
     hidden = " (other users' processes are hidden on this host: ask with sudo)"
     unseen = hidden if meta.get("hidepid") and not meta.get("root") else ""
     raise UsageError(f"{words[kind]}{unseen}; see eyas ps" + (f" {host}" if host else ""))
+
+
+def _of_the_dead(target: Target, snapshot: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer for a PID of this host that is gone, where a run of eyas on record was that process."""
+    if target.kind != "pid" or target.host is not None or not isinstance(target.value, int):
+        return None
+    from eyas.why import rundir
+
+    place = rundir.of_pid(target.value)
+    if place is None:
+        return None
+    was = f"PID {target.value} is gone; it was the eyas run in {place}"
+    told = rundir.answer(place, target, snapshot)
+    if told is None:
+        raise UsageError(f"{was}: see {place / 'log.txt'}")
+    return told | {"sentence": f"{was}. {told['sentence']}"}
 
 
 def _color() -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from eyas.record.words import step_words
 from eyas.why.beat import ending, pid_here
 from eyas.why.target import Target
 
+FOLDERS = 2000  # looked at for a record
 SILENT = 15.0  # seconds; a run of eyas, or the process beside it, says a line every ten
 
 
@@ -43,6 +44,45 @@ def place_of(target: Target) -> Path | None:
     if target.kind == "run_dir":
         return place
     return place.parent if place.name == "log.txt" and place.with_name("events.jsonl").exists() else None
+
+
+def of_pid(pid: int) -> Path | None:
+    """The folder of the run of eyas that a process which is gone was: by the beat that it left behind in /dev/shm, or
+    by a record in or below the working directory. None where neither knows it.
+    """
+    left = {}
+    for path in beat.SHM.glob(f"eyas-{pid}-*.beat"):
+        with contextlib.suppress(OSError, ValueError):
+            b = beat.read(path)
+            if b["pid"] == pid and Path(b["run"]).is_dir():
+                left[b["started"]] = Path(b["run"])
+    if left:
+        return left[max(left)]
+    found = {}
+    for path in _records(Path()):
+        with contextlib.suppress(OSError):
+            for e in events.read(path):
+                if e.get("event") == "start" and e.get("pid") == pid and e.get("host") == os.uname().nodename:
+                    found[float(e.get("time") or 0.0)] = path.parent
+    return found[max(found)] if found else None
+
+
+def _records(folder: Path) -> Iterator[Path]:
+    """The events.jsonl in a folder and three levels below it; gives up after FOLDERS folders or a second."""
+    late = time.monotonic() + 1.0
+    level = [folder]
+    seen = 0
+    for _ in range(4):
+        below: list[Path] = []
+        for place in level:
+            seen += 1
+            if seen > FOLDERS or time.monotonic() > late:
+                return
+            if (place / "events.jsonl").is_file():
+                yield place / "events.jsonl"
+            with contextlib.suppress(OSError), os.scandir(place) as entries:
+                below += [place / e.name for e in entries if not e.name.startswith(".") and e.is_dir()]
+        level = below
 
 
 def answer(place: Path, target: Target, snapshot: Mapping[str, Any]) -> dict[str, Any] | None:

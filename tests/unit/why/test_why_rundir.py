@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command.remote, "ask", lambda request, *more: ask({**request, "quick": True}, *more))
 
 
-def asked(place: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+def asked(place: Path | int, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     code = command.run_why(str(place), json_out=True)
     return code, json.loads(capsys.readouterr().out)
 
@@ -173,3 +174,61 @@ def test_the_beat_of_the_part_that_runs_is_meant(tmp_path: Path) -> None:
     assert find(target) == str(tmp_path / "eval" / "beat")
     running.slots[beat.STATE] = beat.ENDED
     assert find(target) == str(tmp_path / "beat")
+
+
+def gone() -> int:
+    """The PID of a process that has ended."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return child.pid
+
+
+def test_a_dead_pid_is_told_by_the_record_near_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pid, host = gone(), os.uname().nodename
+    assert command.run_why(str(pid)) == 64
+    assert capsys.readouterr().err == f"eyas: no process {pid} here; see eyas ps\n"
+    other = events.line("start", name="eyas train", pid=pid + 1, host=host)
+    write(tmp_path / "runs" / "b", other, DONE)
+    write(tmp_path / "runs" / "c", events.line("start", name="eyas train", pid=pid, host="elsewhere"), DONE)
+    assert command.run_why(str(pid)) == 64
+    capsys.readouterr()
+    write(
+        tmp_path / "runs" / "a",
+        events.line("start", name="eyas train", pid=pid, host=host),
+        vanished(status=9, oom=True),
+    )
+    assert command.run_why(str(pid)) == 2
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"PID {pid} is gone; it was the eyas run in runs/a. a: the end: eyas train was killed"
+    write(tmp_path / "runs" / "d", events.line("start", name="eyas train", pid=pid, host=host), DONE)
+    code, told = asked(pid, capsys)  # a PID is given again: the later one is meant
+    assert (code, told["verdict"]) == (0, "finished.ok") and "the eyas run in runs/d. " in told["sentence"]
+
+
+def test_a_dead_pid_is_told_by_the_beat_that_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run, path = tmp_path / "run", beat.SHM / f"test-{os.getpid()}.beat"
+    made = Beat(str(run), path=path)
+    pid = gone()
+    left = path.with_name(f"eyas-{pid}-1-0.beat")
+    try:
+        made.slots[beat.PID] = pid
+        path.rename(left)
+        assert command.run_why(str(pid)) == 64  # the folder is gone, too
+        capsys.readouterr()
+        write(run, events.line("start", name="eyas train", pid=pid, host=os.uname().nodename), vanished(status=9))
+        code, told = asked(pid, capsys)
+        assert (code, told["verdict"]) == (2, "failed.signal")
+        assert told["sentence"].startswith(f"PID {pid} is gone; it was the eyas run in {run}. ")
+        (run / "events.jsonl").unlink()
+        assert command.run_why(str(pid)) == 64
+        assert capsys.readouterr().err == f"eyas: PID {pid} is gone; it was the eyas run in {run}: see {run}/log.txt\n"
+    finally:
+        left.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)

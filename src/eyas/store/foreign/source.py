@@ -10,6 +10,7 @@ gzip (`.ckpt.gz`), which is decompressed from its beginning for every read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,13 +35,24 @@ _SAMPLES, _POSITIONS = 16, 512  # looked at to find the norm's side
 def find_format(folder: Path) -> tuple[ModuleType, list[Path]] | None:
     """The format of the files in `folder`, and the files; None where it holds none that eyas knows.
 
-    Raises EyasError when the folder cannot be listed or a format's own index is damaged.
+    Raises EyasError when the folder cannot be listed, a format's own index is damaged, or there are files of two
+    formats: nobody knows which are meant.
     """
+    found = [(kind, files) for kind in FORMATS if (files := kind.files(folder))]
+    if len(found) > 1:
+        held = " and ".join(f"{kind.WHAT} ({len(files):,} files, {files[-1].name})" for kind, files in found)
+        raise EyasError(f"{folder} holds {held}: name a folder that holds one of them alone")
+    return found[0] if found else None
+
+
+def beside_a_store(folder: Path) -> str:
+    """What a store's folder holds of other tools' samples, in words; "" where it holds none."""
+    found = []
     for kind in FORMATS:
-        files = kind.files(folder)
-        if files:
-            return kind, files
-    return None
+        with contextlib.suppress(EyasError):  # a damaged index, of what nobody will read
+            if files := kind.files(folder):
+                found.append(f"{kind.WHAT} ({len(files):,} files, {files[-1].name})")
+    return " and ".join(found)
 
 
 class ForeignSource:
@@ -62,7 +74,7 @@ class ForeignSource:
         *,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.path, self.kind = path, str(kind.NAME)
+        self.path, self.kind, self.files = path, str(kind.NAME), files
         index = open_index(path, self.kind, files, lambda: kind.jobs(path, files), say)
         self.skipped: list[tuple[str, str]] = list(index.broken)
         self._index = index
@@ -85,6 +97,11 @@ class ForeignSource:
         self._files = Files(say)
         self._paths = [os.fspath(path / name) for name in index.files]
         self.manifest = self._describe(kind, width, verifier)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The types that the states are stored in, as a rule one."""
+        return sorted(set(self._dtypes))
 
     def _describe(self, kind: ModuleType, width: int, verifier: VerifierConfig | None) -> Manifest:
         side = "after" if kind in (specforge, deepspec) else "before" if kind is speculators else "unknown"
