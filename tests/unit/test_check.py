@@ -232,7 +232,13 @@ def config(**values: Any) -> Change:
 
 
 def yarn(mscale: float, all_dim: float) -> Change:
-    scaling = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": mscale, "mscale_all_dim": all_dim}
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 64.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": mscale,
+        "mscale_all_dim": all_dim,
+    }
     return config(rope_scaling=scaling, rope_parameters=scaling | {"rope_theta": 50_000.0})
 
 

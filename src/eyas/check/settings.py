@@ -189,7 +189,8 @@ def sizes(s: Subject) -> Iterator[Finding]:
             "layer-count",
             True,
             f"num_hidden_layers is {count}, the file holds one layer",
-            f"vLLM and SGLang 0.5.14 and later make as many and leave them random: {NOTHING}; older SGLang stops",
+            f"vLLM and SGLang 0.5.14 and later make as many and leave them random: {NOTHING}, or nothing to see where "
+            "their memory happens to be zeros; older SGLang stops",
             "sets it to 1",
         )
     if s.config.get("tie_word_embeddings") and "lm_head.weight" in s.folder.tensors:
