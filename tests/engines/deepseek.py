@@ -1,8 +1,8 @@
 """A tiny verifier of DeepSeek's kind and an MLA drafter trained on its own text, both made in half a minute.
 
 Sizes are the least that vLLM's latent attention on a CPU takes: a latent of 512 and 64 numbers with RoPE. With YaRN,
-for vLLM 0.32's kernel for plain RoPE on a CPU turns all heads but the first wrong; it stretches 16 positions to 128, so
-that most of a text lies beyond the first ones, and mscale and mscale_all_dim differ, so that both of its factors count.
+for vLLM 0.32's kernel for plain RoPE on a CPU is wrong with several heads (bench/RESULTS.md); it stretches 16 positions
+to 128, so that most of a text lies beyond them, and mscale and mscale_all_dim differ, so that both its factors count.
 Layers are dense: routing is not what is in question. Weights are large enough to make first choices clear ones: float32
 sums in another order turn none.
 """
