@@ -21,6 +21,7 @@ from eyas.train.stop import AT_ONCE, SIGNALS
 
 NOTHING = "nothing is kept of it: run the same command again"
 GOES_ON = "what is recorded in {} is kept, and the same command goes on there"
+MEASURED = "what was measured stands above and in the file of figures: the same command measures everything again"
 ANSWERS = "the whole batches in {} are kept, and the same command goes on there"
 RESUME = "the same command with --resume goes on from the newest state in {}, or starts where there is none"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafters import eagle3, make_verifier, write
 
 from eyas.errors import EyasError
+from eyas.evaluate import engines
 from eyas.evaluate.engine_figures import by_task, figures, table
-from eyas.evaluate.engines import drafts_of, prompts_from, task_of
+from eyas.evaluate.engines import BenchOptions, Prompt, bench, drafts_of, prompts_from, task_of
 from eyas.evaluate.served import Server, read_metrics
+from eyas.interrupt import MEASURED, interruptible
 
 VLLM = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -117,6 +122,70 @@ def test_a_server_is_asked_in_order_and_its_counters_are_of_this_run(url: str) -
     assert found["counts"] == [1, 2, 3]
     assert (found["drafts"], found["accepted"]) == (30, [24, 12])
     assert figures(found)["accept_length"] == pytest.approx(2.2)
+
+
+@pytest.fixture
+def sweep(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, BenchOptions]:
+    """A drafter's folder, and options that ask the server for 1, 2 and 3 drafts after the verifier alone."""
+    verifier = make_verifier(tmp_path / "verifier")
+    monkeypatch.setattr(engines, "_prompts", lambda *_asked: [Prompt([5]), Prompt([6, 7]), Prompt([8, 9, 1])])
+    options = BenchOptions(verifier_path=str(verifier), draft_tokens=(1, 2, 3), url=url, url_alone=url)
+    return write(tmp_path / "drafter", *eagle3(verifier)), options
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_stopped_keeps_what_it_measured_and_says_it(
+    sweep: tuple[Path, BenchOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    lines: list[str] = []
+    seen: list[list[int]] = []  # the numbers of drafts in the file as each configuration begins
+    figures_file = tmp_path / "later" / "bench.json"
+
+    def say(text: str) -> None:
+        lines.append(text)
+        if text.startswith("bench: ") and text.endswith("a round"):
+            found = json.loads(figures_file.read_text())
+            assert not found["complete"] and found["alone"]["greedy"]["tokens"] == 6
+            seen.append([e["draft_tokens"] for e in found["drafted"]])
+        if text == "bench: 3 drafts a round":
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(SystemExit) as ended, interruptible(MEASURED):
+        bench(*sweep, figures_file, say)
+    assert ended.value.code == 128 + number
+    assert seen == [[], [1], [1, 2]]
+    kept = json.loads(figures_file.read_text())
+    assert not kept["complete"] and [e["draft_tokens"] for e in kept["drafted"]] == [1, 2]
+    assert kept["drafted"][1]["greedy"]["accept_length"] == pytest.approx(2.2) and kept["drafted"][1]["identical"] == 3
+    rows = [line.split()[0] for line in lines[-2].splitlines()[2:5]]
+    assert rows == ["none", "1", "2"] and lines[-1] == f"figures so far: {figures_file}"
+    assert "in the file of figures: the same command measures everything again" in capsys.readouterr().err
+    assert [p.name for p in figures_file.parent.iterdir()] == ["bench.json"], "nothing half-written"
+
+    bench(*sweep, figures_file, lines.append)
+    whole = json.loads(figures_file.read_text())
+    assert whole["complete"] and [e["draft_tokens"] for e in whole["drafted"]] == [1, 2, 3]
+    assert lines[-1] == f"figures: {figures_file}"
+
+
+def test_a_sweep_whose_server_goes_away_keeps_what_it_measured(
+    sweep: tuple[Path, BenchOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = [], engines._ask
+
+    def ask(*given: Any) -> Any:
+        asked.append(given)
+        if len(asked) == 2:
+            raise EyasError("the server went away")
+        return real(*given)
+
+    monkeypatch.setattr(engines, "_ask", ask)
+    lines: list[str] = []
+    with pytest.raises(EyasError, match="went away"):
+        bench(*sweep, tmp_path / "bench.json", lines.append)
+    kept = json.loads((tmp_path / "bench.json").read_text())
+    assert not kept["complete"] and kept["drafted"] == [] and kept["best"] is None
+    assert lines[-2].splitlines()[-1].split()[0] == "none"
 
 
 def test_a_server_that_refuses_is_quoted(url: str) -> None:

@@ -231,6 +231,17 @@ def config(**values: Any) -> Change:
     return lambda c, _t: c.update(values)
 
 
+def yarn(mscale: float, all_dim: float) -> Change:
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 64.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": mscale,
+        "mscale_all_dim": all_dim,
+    }
+    return config(rope_scaling=scaling, rope_parameters=scaling | {"rope_theta": 50_000.0})
+
+
 def without(*keys: str) -> Change:
     def change(c: Config, t: Tensors) -> None:
         for key in keys:
@@ -316,6 +327,7 @@ FAULTS = [
     Fault("nulls", config(rope_scaling=None, pad_token_id=None, pretraining_tp=None), "null", "stops at a null in a typed field", "clean"),
     Fault("no rope_theta", without("rope_theta"), "rope-one-form", "transformers 4 takes 10,000 without a word", "whole"),
     Fault("no rope keys", without("rope_theta", "rope_parameters"), "rope-missing", "every engine takes 10,000, the verifier's is 50,000", None, code=1),
+    Fault("Kimi's YaRN", yarn(1.0, 1.0), "rope-yarn", "SGLang 0.5.14, 0.5.5 to 0.5.9 passes over both: RoPE is multiplied by 1.416 in place of 1.000, attention scores are 2.00 times", None, code=1),
     Fault("two thetas", config(rope_theta=1e6), "rope-two", "read different ones", None),
     Fault("short positions", config(max_position_embeddings=128), "max-positions", "beyond 128 tokens", "whole"),
     Fault("no positions", without("max_position_embeddings"), "max-positions", "transformers' default", "clean"),

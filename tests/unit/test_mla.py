@@ -166,6 +166,68 @@ def test_projections_scale_and_rope_are_those_of_transformers_deepseek_v3(scalin
     torch.testing.assert_close(out.transpose(0, 1).flatten(1), expected[0], rtol=1e-5, atol=1e-6)  # their cos is fp32
 
 
+@pytest.mark.parametrize(
+    ("given", "score", "turn"),
+    [  # m(1) = 1 + 0.1 ln 8 = 1.2079442, m(0.7) = 1.1455609
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.2079442**2, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 0.7}, 1.1455609**2, 1.2079442 / 1.1455609),
+        ({"mscale_all_dim": 0.7}, 1.1455609**2, 1.2079442 / 1.1455609),
+        ({"mscale": 0.7}, 1.0, 1.1455609),
+        ({}, 1.0, 1.2079442),
+        ({"mscale": 0, "mscale_all_dim": 0}, 1.0, 1.0),
+        ({"mscale": None, "mscale_all_dim": None, "truncate": True}, 1.0, 1.2079442),
+        ({"factor": 1.0, "mscale_all_dim": 0.7}, 1.0, 1.0),
+    ],
+)
+def test_yarn_scales_scores_and_turns_as_deepseek_defines_it(
+    given: dict[str, Any], score: float, turn: float, tmp_path: Path
+) -> None:
+    """vLLM 0.32, deepseek_scaling_rope.py and deepseek_v2.py; SGLang's DeepseekScalingRotaryEmbedding says the same."""
+    base = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    drafter = make_drafter(replace(CONFIG, rope_scaling=base | given))
+    attention = drafter.midlayer.self_attn
+    assert isinstance(attention, LatentAttention)
+    assert attention.scale * math.sqrt(SIZES.head_dim) == pytest.approx(score, rel=1e-6)
+    cos, sin = drafter.rotary(torch.arange(300), torch.float64)  # beyond the 64 positions before scaling
+    assert cos[0].tolist() == [pytest.approx([turn] * 4, rel=1e-6)] and not sin[0].any()
+    # Two frequencies, 1 and 0.01; the ramp lets the first be and divides the second by the factor.
+    low, high = (4 * math.log(64 / (n * 2 * math.pi)) / (2 * math.log(10_000)) for n in (32, 1))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), 3)
+    factor = (base | given)["factor"]
+    for i, plain in enumerate((1.0, 0.01)):
+        share = min(max((i - low) / (high - low), 0), 1)
+        angle = 299 * (plain / factor * share + plain * (1 - share))
+        assert cos[299, 0, i].item() == pytest.approx(turn * math.cos(angle), abs=1e-4), i
+    # Nothing typed null is written, and what is written is read again as the same function.
+    config = DrafterConfig(64, 64, 48, 4, 4, SIZES.head_dim, 120, 40, rope_scaling=base | given, mla=SIZES)
+    verifier = Verifier(make_verifier(tmp_path / "v"))
+    checkpoint(tmp_path / "c", config, verifier)
+    told = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert None not in told["rope_scaling"].values() and None not in told["rope_parameters"].values()
+    assert (
+        told["rope_scaling"].items() <= told["rope_parameters"].items() and told["rope_scaling"]["rope_type"] == "yarn"
+    )
+    back = load_checkpoint(tmp_path / "c", verifier.config)[0]
+    assert back.midlayer.self_attn.scale == attention.scale
+    assert all(
+        torch.equal(a, b) for a, b in zip(back.rotary(torch.arange(300), torch.float64), (cos, sin), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "llama3", "factor": 8.0}, "RoPE of the type llama3 is not computed by engines"),
+        (YARN | {"attention_factor": 1.0}, "attention_factor of YaRN is not computed by engines"),
+        (YARN | {"truncate": False}, "truncate of YaRN is not computed by engines"),
+        ({k: v for k, v in YARN.items() if not k.startswith("orig")}, "YaRN without original_max_position_embeddings"),
+    ],
+)
+def test_rope_that_engines_do_not_compute_is_refused(scaling: dict[str, Any], message: str) -> None:
+    with pytest.raises(EyasError, match=f"{message}.*use --attention llama"):
+        Drafter(replace(CONFIG, rope_scaling=scaling))
+
+
 def test_rope_of_pairs_keeps_lengths_and_depends_on_distance_alone() -> None:
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 1, 4, generator=g).double(), torch.randn(1, 1, 4, generator=g).double()
@@ -288,8 +350,6 @@ def test_sizes_are_the_verifiers_or_named_and_what_contradicts_is_one_line(tmp_p
     ):
         with pytest.raises(EyasError, match=message):
             drafter_config(settings(**given), verifier, 40)
-    with pytest.raises(EyasError, match="RoPE of the type llama3 is not computed by engines"):
-        Drafter(replace(CONFIG, rope_scaling={"rope_type": "llama3", "factor": 8.0}))
 
 
 def test_a_deepseek_verifiers_layer_is_where_training_starts(tmp_path: Path) -> None:

@@ -189,7 +189,8 @@ def sizes(s: Subject) -> Iterator[Finding]:
             "layer-count",
             True,
             f"num_hidden_layers is {count}, the file holds one layer",
-            f"vLLM and SGLang 0.5.14 and later make as many and leave them random: {NOTHING}; older SGLang stops",
+            f"vLLM and SGLang 0.5.14 and later make as many and leave them random: {NOTHING}, or nothing to see where "
+            "their memory happens to be zeros; older SGLang stops",
             "sets it to 1",
         )
     if s.config.get("tie_word_embeddings") and "lm_head.weight" in s.folder.tensors:
@@ -336,6 +337,7 @@ def rope(s: Subject) -> Iterator[Finding]:
             else "nothing today: transformers 5 reads the old form too",
             "writes it in both forms",
         )
+    yield from _yarn(s, scaling or {})
     if s.verifier and (theta or inner) and scaling is None and s.verifier.config.rope_scaling:
         kind = s.verifier.config.rope_scaling.get("rope_type") or s.verifier.config.rope_scaling.get("type")
         yield Finding(
@@ -345,6 +347,28 @@ def rope(s: Subject) -> Iterator[Finding]:
             "right if it was trained without; else drafts get worse with the length of the text",
             None,
             "compare with the settings of the training run",
+        )
+
+
+def _yarn(s: Subject, scaling: dict[str, Any]) -> Iterator[Finding]:
+    """YaRN's factor on cos and sin, where DeepSeek's and Kimi's two settings of it stand in a llama-type drafter."""
+    kind, settings = scaling.get("rope_type") or scaling.get("type"), ("factor", "mscale", "mscale_all_dim")
+    numbers = [scaling.get(key) for key in settings]
+    if kind != "yarn" or s.kind == "mla" or not all(isinstance(x, int | float) and x > 0 for x in numbers):
+        return
+    factor, mscale, all_dim = (float(x) for x in numbers if x is not None)
+    one, two, three = (0.1 * m * max(math.log(factor), 0.0) + 1 for m in (1.0, mscale, all_dim))
+    meant, taken = two / three, one
+    deaf = [x for x in s.loadings if x.kind is not None and not x.engine.yarn_mscale]
+    if deaf and abs(meant / taken - 1) > 1e-3:
+        yield Finding(
+            "rope-yarn",
+            any(x.engine.current for x in deaf),
+            f"YaRN with mscale {mscale:g} and mscale_all_dim {all_dim:g}",
+            f"{titles(deaf)} passes over both: RoPE is multiplied by {taken:.3f} in place of {meant:.3f}, attention "
+            f"scores are {(taken / meant) ** 2:.2f} times what they were in training",
+            None,
+            "serve it with an engine that reads them: SGLang 0.5.23 and vLLM do",
         )
 
 

@@ -59,7 +59,7 @@ def config_json(
 
     No value is null: engines' config classes reject a null in a typed field.
     """
-    scaling = dict(drafter.rope_scaling or {})
+    scaling = {k: v for k, v in (drafter.rope_scaling or {}).items() if v is not None}
     rope_type = scaling.get("rope_type") or scaling.pop("type", None) or "default"
     architecture, model_type = CONTRACT_ARCHITECTURE["llama" if drafter.mla is None else "mla"]
     c: dict[str, Any] = {

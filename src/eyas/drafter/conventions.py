@@ -118,7 +118,7 @@ class Engine:
     the top of config.json (HF indices); eagle_config_ids: the unit in which it reads the list in `eagle_config`,
     "sglang", "hf", or None for not at all; first_is_one, last_is_count: the families with a unit of their own.
     speculators_form: whether it reads speculators' config.json. mtp_types: values of model_type that it takes for
-    another kind of drafter.
+    another kind of drafter. yarn_mscale: whether YaRN of a llama-type drafter reads mscale and mscale_all_dim.
     """
 
     name: str
@@ -140,6 +140,7 @@ class Engine:
     last_is_count: tuple[str, ...]
     speculators_form: bool
     mtp_types: tuple[str, ...] = ()
+    yarn_mscale: bool = True
 
     @property
     def title(self) -> str:
@@ -198,7 +199,12 @@ VLLM_V2 = Engine(
 ENGINES = (
     SGLANG,
     replace(
-        SGLANG, versions="0.5.14", current=False, flags=("fc_norm", "use_aux_norm", "norm_output"), last_is_count=()
+        SGLANG,
+        versions="0.5.14",
+        current=False,
+        flags=("fc_norm", "use_aux_norm", "norm_output"),
+        last_is_count=(),
+        yarn_mscale=False,
     ),
     replace(
         SGLANG,
@@ -210,6 +216,7 @@ ENGINES = (
         one_layer=True,
         first_is_one=(),
         last_is_count=(),
+        yarn_mscale=False,
     ),
     replace(VLLM_V2, versions="0.32 (V1 runner)", read_from="v1/worker/gpu_model_runner.py", eagle_config_ids="hf"),
     VLLM_V2,

@@ -6,8 +6,8 @@ Queries and keys pass through narrow layers (`DeepSeek-V2`, section 2.1): of a =
     latent     c = norm((kv_a a)[:kv_lora]), from which kv_b makes n heads of nope numbers of key and of a value
     key        [nope numbers of its head; the rope numbers (kv_a a)[kv_lora:], which all heads share]
 
-RoPE turns neighbouring numbers (2i, 2i + 1) of the rope part alone. Scores are scaled by 1 / sqrt(nope + rope), and
-under YaRN by m^2 with m = 0.1 mscale_all_dim ln(factor) + 1. Only the latent and the shared part are cached in serving;
+RoPE turns neighbouring numbers (2i, 2i + 1) of the rope part alone. Scores are scaled by 1 / sqrt(nope + rope). YaRN
+is DeepSeek's own, as both engines have it (`yarn_scales`). Only the latent and the shared part are cached in serving;
 training makes the heads.
 
 The steps of training-time test are autograd's here, not written out as in `drafter.ttt`: the two narrow projections
@@ -33,6 +33,12 @@ from eyas.errors import EyasError
 
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter, DrafterConfig
+
+# What both engines read of YaRN's settings in a drafter of this kind.
+YARN = (
+    *("type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         n, double = c.num_heads, 2 * c.hidden_size
         self.sizes, self.num_heads = sizes, n
-        self.scale = sizes.head_dim**-0.5 * yarn_scale(c.rope_scaling) ** 2
+        self.scale = sizes.head_dim**-0.5 * yarn_scales(c.rope_scaling)[0]
         self.q_a_proj = Linear(double, sizes.q_lora_rank)
         self.q_a_layernorm = RMSNorm(sizes.q_lora_rank, c.rms_norm_eps)
         self.q_b_proj = Linear(sizes.q_lora_rank, n * sizes.head_dim)
@@ -102,19 +108,30 @@ class LatentAttention(nn.Module):
         return self.queries(mixed, cos, sin), *self.keys_and_values(mixed, cos, sin)
 
 
-def yarn_scale(scaling: dict[str, Any] | None) -> float:
-    """m, whose square scales the scores; 1 without YaRN. Raises EyasError for other scalings.
+def yarn_scales(scaling: dict[str, Any] | None) -> tuple[float, float]:
+    """What multiplies the scores, and what cos and sin: m(mscale_all_dim)^2 and m(mscale) / m(mscale_all_dim).
 
-    Engines take every scaling of such a drafter for DeepSeek's YaRN.
+    m(x) = 0.1 x ln(factor) + 1, where mscale is 1 and mscale_all_dim 0 unless they are named: DeepSeek's YaRN, to
+    which vLLM and SGLang turn every scaling of such a drafter. (1, 1) without one. transformers' own YaRN has the
+    second only where both are named. Raises EyasError for what engines do not compute, or cannot start with.
     """
-    if not scaling:
-        return 1.0
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "yarn") or "attention_factor" in scaling:
-        what = f"RoPE of the type {kind}" if kind != "yarn" else "attention_factor of YaRN"
-        raise EyasError(f"{what} is not computed by engines in a drafter with MLA attention: use --attention llama")
-    factor, share = float(scaling.get("factor", 1)), float(scaling.get("mscale_all_dim") or 0)
-    return 1.0 if kind == "default" or factor <= 1 else 0.1 * share * math.log(factor) + 1
+    given = {k: v for k, v in (scaling or {}).items() if v is not None}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "default":
+        return 1.0, 1.0
+    instead = "in a drafter with MLA attention: use --attention llama"
+    if kind != "yarn":
+        raise EyasError(f"RoPE of the type {kind} is not computed by engines {instead}")
+    for key, value in given.items():
+        if key not in YARN and not (key == "truncate" and value):
+            raise EyasError(f"{key} of YaRN is not computed by engines {instead}")
+    for key in ("factor", "original_max_position_embeddings"):
+        if key not in given:
+            raise EyasError(f"YaRN without {key} is refused by engines {instead}")
+    log = max(math.log(float(given["factor"])), 0.0)
+    turn = 0.1 * float(given.get("mscale", 1)) * log + 1
+    score = 0.1 * float(given.get("mscale_all_dim", 0)) * log + 1
+    return score**2, turn / score
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from eyas.drafter import flash
-from eyas.drafter.mla import LatentAttention, MlaSizes, mla_steps
+from eyas.drafter.mla import LatentAttention, MlaSizes, mla_steps, yarn_scales
 from eyas.drafter.parts import Linear, RMSNorm
 from eyas.drafter.plan import Plan
 from eyas.drafter.ttt import Settings, Weights, norm_rows, ttt_steps
@@ -211,15 +211,21 @@ def rotary_embedding(config: DrafterConfig) -> nn.Module:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    scaling = dict(config.rope_scaling or {})
+    scaling = {k: v for k, v in (config.rope_scaling or {}).items() if v is not None}
+    longest = config.max_position_embeddings
+    kind = scaling.pop("type", None) or scaling.get("rope_type", "default")
+    if kind == "yarn" and {"factor", "original_max_position_embeddings"} <= scaling.keys():
+        # Engines go by the factor; transformers 4 goes by the ratio of these two.
+        longest = int(scaling["factor"] * scaling["original_max_position_embeddings"])
+    if config.mla is not None and kind == "yarn":
+        scaling["attention_factor"] = yarn_scales(config.rope_scaling)[1]
     common = {
         "hidden_size": config.num_heads * config.head_dim,  # theirs must be a multiple of the heads; RoPE needs neither
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim if config.mla is None else config.mla.qk_rope_head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
+        "max_position_embeddings": longest,
     }
-    kind = scaling.pop("type", None) or scaling.get("rope_type", "default")
     try:  # transformers 5 keeps everything in rope_parameters
         llama = LlamaConfig(**common, rope_parameters={**scaling, "rope_type": kind, "rope_theta": config.rope_theta})
         assert llama.rope_parameters["rope_theta"] == config.rope_theta

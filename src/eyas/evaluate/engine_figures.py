@@ -104,8 +104,8 @@ def agreement_lines(rows: list[dict[str, Any]]) -> list[str]:
 def told(r: dict[str, Any]) -> list[str]:
     """What stands below the table: tasks, agreement, differences, and what had to be mended."""
     lines = []
-    best = next(e for e in r["drafted"] if e["draft_tokens"] == r["best"])
-    if tasks := best["tasks"]:
+    best = next((e for e in r["drafted"] if e["draft_tokens"] == r["best"]), None)
+    if tasks := best and best["tasks"]:
         each = sorted(tasks.items(), key=lambda item: -item[1]["accept_length"])
         lines.append(
             f"accept length by task, {r['best']} drafts: "

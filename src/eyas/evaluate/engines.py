@@ -10,6 +10,8 @@ vLLM is started here, an engine for each configuration (`hosted.py`, `vllm_job.p
 A greedy engine whose outputs differ has not lost anything yet: batches of other shapes round differently, and near-ties
 turn. `explain` shows for every first difference whether it is one, from the verifier's own logits. `agree` holds the
 engine's counters against eyas's own accept lengths (`agreement.py`).
+
+A sweep takes minutes for each number of drafts. After each, the file of figures holds what was measured so far, whole.
 """
 
 from __future__ import annotations
@@ -87,10 +89,11 @@ class Prompt:
 def bench(path: Path, options: BenchOptions, output: Path | None = None, say: Say = print) -> dict[str, Any]:
     """All figures of the checkpoint `path` (a run directory or a folder that the engine loads), as a table and JSON.
 
-    Returns {engine, mended, verifier, checkpoint, dtype, prompts, max_new_tokens, streams, singles, temperature, alone,
-    drafted, best, best_streams, agreement}; `alone` and each of `drafted` hold the runs `greedy`, `one_stream` and
-    `sampled`, each {tokens, seconds, tokens_per_s, ms_per_token, accept_length, per_position}. Raises EyasError; where
-    `agree` finds the counters apart, after writing the figures.
+    Returns {complete, engine, mended, verifier, checkpoint, dtype, prompts, max_new_tokens, streams, singles,
+    temperature, alone, drafted, best, best_streams, agreement}; `alone` and each of `drafted` hold the runs `greedy`,
+    `one_stream` and `sampled`, each {tokens, seconds, tokens_per_s, ms_per_token, accept_length, per_position}.
+    complete: false in the file until all is measured; stopped before that, the table of what was measured is said.
+    Raises EyasError; where `agree` finds the counters apart, after writing the figures.
     """
     folder, run = find_checkpoint(path)
     verifier_path = options.verifier_path or run.get("verifier_path")
@@ -110,35 +113,39 @@ def bench(path: Path, options: BenchOptions, output: Path | None = None, say: Sa
             raise EyasError(f"{output} is a folder: name a file for the figures (--output)")
         check_writable(output.absolute().parent, f"the figures {output}")
     runs = make_runs(prompts, options)
-    version, mended, measured = "a server", False, dict[int, dict[str, Any]]()
-    with ExitStack() as ends:
-        host = None if options.url else ends.enter_context(Host(options.engine_python))
-        for k in sorted({0, *options.draft_tokens}):
-            if options.url and k == 0 and not options.url_alone:
-                continue
-            say(f"bench: {f'{k} drafts a round' if k else 'the verifier alone'}")
-            if host is None:
-                measured[k] = _ask(options.url if k else options.url_alone, runs, options.streams, say)
-            else:
-                found = run_vllm(host, verifier, folder if k else None, k, runs, dtype, options, say)
-                version, mended, measured[k] = f"vLLM {found['version']}", found["mended"], found["runs"]
-            say(line(k, measured[k]))
-    result = _result(measured, version, verifier, folder, dtype, asked, options)
-    result["mended"] = mended
-    if options.explain:
-        for entry in result["drafted"]:
-            k = entry["draft_tokens"]
-            entry["differences"] = differences(
-                verifier, dtype, prompts, measured[k]["greedy"]["tokens"], measured[0]["greedy"]["tokens"]
-            )
-    if options.agree:
-        result["agreement"] = agreeing(verifier, folder, prompts, measured, options, say)
-    for text in (table(result), *told(result)):
-        say(text)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, result)
-        say(f"figures: {output}")
+    about: dict[str, Any] = {"engine": "a server", "mended": False}
+    measured, result = dict[int, dict[str, Any]](), dict[str, Any]()
+    try:
+        with ExitStack() as ends:
+            host = None if options.url else ends.enter_context(Host(options.engine_python))
+            for k in sorted({0, *options.draft_tokens}):
+                if options.url and k == 0 and not options.url_alone:
+                    continue
+                say(f"bench: {f'{k} drafts a round' if k else 'the verifier alone'}")
+                if host is None:
+                    measured[k] = _ask(options.url if k else options.url_alone, runs, options.streams, say)
+                else:
+                    found = run_vllm(host, verifier, folder if k else None, k, runs, dtype, options, say)
+                    about = {"engine": f"vLLM {found['version']}", "mended": found["mended"]}
+                    measured[k] = found["runs"]
+                say(line(k, measured[k]))
+                result = {"complete": False} | _result(measured, verifier, folder, dtype, asked, options) | about
+                _keep(output, result)
+        if options.explain:
+            for entry in result["drafted"]:
+                k = entry["draft_tokens"]
+                entry["differences"] = differences(
+                    verifier, dtype, prompts, measured[k]["greedy"]["tokens"], measured[0]["greedy"]["tokens"]
+                )
+        if options.agree:
+            result["agreement"] = agreeing(verifier, folder, prompts, measured, options, say)
+    except (KeyboardInterrupt, EyasError):
+        if result:
+            _show(result, output, say)
+        raise
+    result["complete"] = True
+    _keep(output, result)
+    _show(result, output, say)
     if far := [r for r in result.get("agreement", []) if r["apart"] > agreement.WITHIN]:
         said = f"decodes {far[0]['decoded']:.3f} and simulates {far[0]['simulated']:.3f}: run eyas check on it"
         raise EyasError(
@@ -146,6 +153,19 @@ def bench(path: Path, options: BenchOptions, output: Path | None = None, say: Sa
             f" {said}"
         )
     return result
+
+
+def _keep(output: Path | None, result: dict[str, Any]) -> None:
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(output, result)
+
+
+def _show(result: dict[str, Any], output: Path | None, say: Say) -> None:
+    for text in (table(result), *told(result)):
+        say(text)
+    if output is not None:
+        say(f"figures: {output}" if result["complete"] else f"figures so far: {output}")
 
 
 # -- prompts and runs --------------------------------------------------------------------------------------------------
@@ -261,7 +281,6 @@ def _ask(url: str | None, runs: list[dict[str, Any]], streams: int, say: Say) ->
 
 def _result(
     measured: dict[int, dict[str, Any]],
-    version: str,
     verifier: Verifier,
     folder: Path,
     dtype: str,
@@ -272,7 +291,7 @@ def _result(
     names = ("greedy", "one_stream", "sampled")[: 3 if options.temperature else 2]
     alone = {n: figures(measured[0][n]) for n in names} if 0 in measured else None
     drafted = []
-    for k in options.draft_tokens:
+    for k in (k for k in options.draft_tokens if k in measured):
         entry: dict[str, Any] = {"draft_tokens": k} | {n: figures(measured[k][n]) for n in names}
         entry["tasks"] = by_task(measured[k]["greedy"], [p.task for p in prompts])
         if alone is not None:
@@ -282,11 +301,11 @@ def _result(
             entry["speedup"] = {n: entry[n]["tokens_per_s"] / alone[n]["tokens_per_s"] for n in names}
         drafted.append(entry)
 
-    def best(name: str) -> int:
-        return int(max(drafted, key=lambda e: e[name]["tokens_per_s"])["draft_tokens"])
+    def best(name: str) -> int | None:
+        fastest = max(drafted, key=lambda e: e[name]["tokens_per_s"], default=None)
+        return None if fastest is None else int(fastest["draft_tokens"])
 
     return {
-        "engine": version,
         "verifier": verifier.config.name,
         "checkpoint": folder.name,
         "dtype": dtype,
