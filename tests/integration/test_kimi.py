@@ -29,7 +29,7 @@ def kimi_shaped(tiny: Path, folder: Path) -> Path:
     (folder / "chat_template.jinja").write_bytes((tiny / "chat_template.jinja").read_bytes())
     text = json.loads((tiny / "config.json").read_text())
     text.update(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
-    text.update(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=16)
+    text.update(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
     config = {"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 99}, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config))
     weights = {f"language_model.{name}": t for name, t in load_file(tiny / "model.safetensors").items()}
