@@ -14,7 +14,16 @@ from eyas.errors import EyasError
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to `path` under another name, sync it, rename it: a crash leaves the old file or the new one."""
+    """Write `data` to `path` under another name, sync it, rename it: a crash leaves the old file or the new one.
+
+    A link's target is written, and what is no file (a pipe, /dev/stdout) is written into.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        target = path.resolve()
+        if not target.is_file() or path.absolute().parts[1:2] in (("dev",), ("proc",)):
+            path.write_bytes(data)
+            return
+        path = target
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:

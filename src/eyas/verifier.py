@@ -454,13 +454,22 @@ def _family_defaults(model_type: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """theta and scaling, from transformers v5's one `rope_parameters` or v4's two fields."""
+    """theta and scaling, from transformers v5's one `rope_parameters` or v4's two fields.
+
+    As the drafter takes them: it turns whole heads, text only, so what share of a head the verifier turns and which
+    parts of it are for pictures is left out.
+    """
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # one per kind of layer: the drafter attends to everything
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"} or config.get("rope_scaling") or {}
-    plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
-    return float(theta), None if plain else dict(scaling)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in ("default", "mrope"):
+        return float(theta), None
+    scaling = {k: v for k, v in scaling.items() if k != "partial_rotary_factor" and "mrope" not in k}
+    if kind == "su":  # the name it had first
+        scaling = {k: v for k, v in scaling.items() if k != "type"} | {"rope_type": "longrope"}
+    return float(theta), scaling
 
 
 def _name(given: object, path: Path) -> str:

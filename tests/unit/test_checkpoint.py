@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eyas.drafter.checkpoint import config_json, load_checkpoint, save_checkpoint, sglang_layer_ids
+from eyas.drafter.checkpoint import config_json, load_checkpoint, save_checkpoint, sglang_layer_ids, write_folder
 from eyas.drafter.model import Drafter, DrafterConfig
 from eyas.errors import EyasError
 from eyas.verifier import VerifierConfig
@@ -356,3 +356,11 @@ def test_a_failed_write_leaves_the_older_checkpoint_and_nothing_else(
             assert "\n" not in str(error.value)
         assert [p.name for p in tmp_path.iterdir()] == ["c"]
         assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == before
+
+
+def test_a_folder_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write_folder(tmp_path / "link", {"fc.weight": torch.ones(1)}, {"config.json": {}})
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import EyasError
-from eyas.files import check_writable, refusal
+from eyas.files import check_writable, refusal, write_whole
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,15 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(EyasError, match=r"^--output-dir x cannot be written: Not a directory$"):
         check_writable(tmp_path / "file" / "b", "--output-dir x")
     assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208
+
+
+def test_a_link_stays_one_and_what_is_no_file_is_written_into(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    write_whole(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_bytes() == b"new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(tmp_path / "pipe", b"said")
+    assert os.read(reader, 10) == b"said" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)

@@ -232,6 +232,38 @@ def test_pieces_out_of_the_page_cache_are_verified_wherever_they_end(
                 assert buffer[place : place + e.nbytes].tobytes() == stored[e.offset : e.offset + e.nbytes]
 
 
+def test_direct_reads_of_less_than_a_page_go_on_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, real = store(tmp_path, [400]), os.preadv
+
+    def little(fd: int, buffers: list[Any], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            return min(512, real(fd, buffers, offset))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", little)
+    rows = ReadPath(source).load([0], [400]).states()[0]
+    assert torch.equal(torch.stack(list(rows)), source.states(0))
+
+
+def test_a_disk_that_fails_is_told_with_the_sample_that_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, real = store(tmp_path, [40, 50, 60]), os.preadv
+    bad = source.records[2].parts[1].offset
+    monkeypatch.setattr(reads, "PIECE_BYTES", PAGE)
+
+    def failing(fd: int, buffers: list[Any], offset: int) -> int:
+        if offset <= bad < offset + len(buffers[0]):
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(EyasError, match=r"sample s2 at byte \d+ cannot be read: Input/output error"):
+        ReadPath(source, cache_gb=1e6).load([0, 1, 2], [40, 50, 60])
+
+
 def test_only_a_long_call_through_the_page_cache_lets_the_kernel_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

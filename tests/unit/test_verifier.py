@@ -202,6 +202,21 @@ def test_fingerprint_knows_the_final_norm_and_the_sizes(tmp_path: Path) -> None:
     ("rope", "theta", "scaling"),
     [
         ({"rope_theta": 1e6, "rope_scaling": None}, 1e6, None),
+        ({"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 1e6, None),
+        ({"rope_theta": 1e6, "rope_scaling": {"type": "su", "long_factor": [1.0]}}, 1e6, "longrope"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 4.0,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [1],
+                }
+            },
+            1e6,
+            "yarn",
+        ),
         ({"rope_theta": 1e6, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 1e6, "llama3"),
         ({"rope_parameters": {"rope_theta": 2e6, "rope_type": "default"}}, 2e6, None),
         ({"rope_parameters": {"rope_theta": 2e6, "rope_type": "yarn", "factor": 4.0}}, 2e6, "yarn"),
@@ -222,7 +237,7 @@ def test_rope_of_transformers_4_and_5(tmp_path: Path, rope: dict[str, Any], thet
     c = Verifier(write(tmp_path / "v", config, tensors())).config
     assert c.rope_theta == theta
     assert (c.rope_scaling or {}).get("rope_type") == scaling
-    assert "rope_theta" not in (c.rope_scaling or {})
+    assert not {"rope_theta", "partial_rotary_factor", "mrope_section"} & set(c.rope_scaling or {})
 
 
 def test_fields_left_out_of_a_config_are_the_familys(tmp_path: Path) -> None:

@@ -174,8 +174,9 @@ def tensors_of(drafter: Drafter, vocab: DraftVocab, dtype: torch.dtype, with_emb
 def write_folder(folder: Path, tensors: dict[str, Tensor], files: dict[str, Any]) -> None:
     """Weights, and JSON files by name, as a folder that is whole or not there: a side folder, synced and renamed.
 
-    An older folder is replaced. Raises EyasError when the disk refuses.
+    An older folder is replaced, also behind a link. Raises EyasError when the disk refuses.
     """
+    folder = folder.resolve()
     side, old = (folder.with_name(f".{folder.name}.{os.getpid()}{end}") for end in ("", ".old"))
     try:
         shutil.rmtree(side, ignore_errors=True)

@@ -27,6 +27,7 @@ from eyas.drafter.mla import LatentAttention, MlaSizes, mla_steps, yarn_scales
 from eyas.drafter.parts import Linear, RMSNorm
 from eyas.drafter.plan import Plan
 from eyas.drafter.ttt import Settings, Weights, norm_rows, ttt_steps
+from eyas.errors import EyasError
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,11 @@ def rotary_embedding(config: DrafterConfig) -> nn.Module:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     scaling = {k: v for k, v in (config.rope_scaling or {}).items() if v is not None}
+    share = scaling.pop("partial_rotary_factor", 1.0)
+    if share != 1:
+        raise EyasError(
+            f"the drafter's RoPE turns only a part of each head (partial_rotary_factor {share}): eyas has none such"
+        )
     longest = config.max_position_embeddings
     kind = scaling.pop("type", None) or scaling.get("rope_type", "default")
     if kind == "yarn" and {"factor", "original_max_position_embeddings"} <= scaling.keys():
@@ -235,5 +241,8 @@ def rotary_embedding(config: DrafterConfig) -> nn.Module:
             rope_theta=config.rope_theta,
             rope_scaling={**scaling, "rope_type": kind} if kind != "default" else None,
         )
-    module: nn.Module = LlamaRotaryEmbedding(llama)
+    try:
+        module: nn.Module = LlamaRotaryEmbedding(llama)
+    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
+        raise EyasError(f"RoPE cannot be made from {config.rope_scaling}: {error!r}") from None
     return module

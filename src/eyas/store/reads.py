@@ -198,7 +198,7 @@ class Files:
                     except OSError as error:
                         if error.errno != errno.EINVAL:
                             raise
-                        self.refused(candidate)
+                        self.refused(candidate, Path(candidate).stat().st_dev)
                 return File(candidate, False, ahead)
             except FileNotFoundError:
                 continue
@@ -213,9 +213,8 @@ class Files:
         self.get.cache_clear()  # what is open is the old one
         return True
 
-    def refused(self, path: str) -> None:
+    def refused(self, path: str, device: int) -> None:
         """Direct I/O does not work on the file system of `path`: from now on its files go through the page cache."""
-        device = Path(path).stat().st_dev
         if device not in self._refuses:
             self._refuses.add(device)
             if self._say is not None:
@@ -241,7 +240,11 @@ def read(files: Files, extents: Sequence[Extent], plan: ReadPlan, buffer: memory
     for call in plan.calls:
         wrong = _wrong(files, extents, plan, call, buffer)
         again = "read twice"
-        if wrong and files.fetch_again(call.path):
+        try:
+            fetched = bool(wrong) and files.fetch_again(call.path)
+        except EyasError as error:  # what is wrong with the copy matters more than that no other one came
+            fetched, again = False, f"read twice; it could not be fetched once more: {error}"
+        if fetched:
             wrong, again = _wrong(files, extents, plan, call, buffer), "read twice, fetched again and read twice"
         if wrong:
             bad = extents[wrong[0]]
@@ -258,8 +261,8 @@ def _wrong(files: Files, extents: Sequence[Extent], plan: ReadPlan, call: Call, 
         wrong = _bring(files, extents, call, plan.places, buffer)
         if not wrong:
             break
-        fd = files.get(call.path, False).fd  # the page cache may hold the bad copy: ask the disk
-        os.posix_fadvise(fd, call.start, call.stop - call.start, os.POSIX_FADV_DONTNEED)
+        file = files.get(call.path, False)  # the page cache may hold the bad copy: ask the disk
+        os.posix_fadvise(file.fd, call.start, call.stop - call.start, os.POSIX_FADV_DONTNEED)
     return wrong
 
 
@@ -299,14 +302,14 @@ def _read_on(
             got = os.preadv(file.fd, [into], call.start + done)
         except OSError as error:
             if error.errno == errno.EINVAL and file.direct and not done:  # refused at the first read, not when opened
-                files.refused(call.path)
+                files.refused(call.path, os.fstat(file.fd).st_dev)
                 file = files.for_call(call, False)
                 continue
-            first = extents[call.extents[0]]
+            e = next(e for k in call.extents if (e := extents[k]).end > call.start + done)
             raise EyasError(
-                f"{call.path}: sample {first.sample} at byte {call.start + done} cannot be read: {error.strerror}"
+                f"{call.path}: sample {e.sample} at byte {call.start + done} cannot be read: {error.strerror}"
             ) from None
-        done += got
+        before, done = done, done + got
         if got == 0 or (done < need and os.fstat(file.fd).st_size <= call.start + done):
             e = next(e for k in call.extents if (e := extents[k]).end > call.start + done)
             raise EyasError(f"{call.path} ends before sample {e.sample} (byte {e.offset}) does: restore it")
@@ -314,6 +317,8 @@ def _read_on(
             return done, file
         if file.direct:
             done -= done % PAGE  # it goes on at a page
+            if done == before:  # less than a page at a time: not that way
+                file = files.for_call(call, False)
 
 
 def with_scales(extents: Sequence[Extent]) -> list[Extent]:

@@ -43,7 +43,7 @@ from eyas.verifier import Verifier
 
 Say = Callable[[str], None]
 WARMUP_COST = 0.4  # of an epoch that trains step 0 alone, of one with all steps (bench/RESULTS.md)
-LOOK_AT = 8  # packs, spread over the first epoch, that show whether `--outside drop` leaves anything
+LOOK_AT = 256  # packs, spread over the first epoch, that show whether `--outside drop` leaves anything
 
 
 class Run:
@@ -138,7 +138,7 @@ class Run:
             self._go_on()
             if self.ranks.first:
                 save_run(c, self.source, self.verifier)
-                keep_start(c.output_dir, self.drafter.config, self.vocab)
+                keep_start(c.output_dir, self.drafter.config, self.vocab, anew=self.step == 0)
             self.record.open()
             self._introduce()
             self.began, self.seconds_before, self.steps_before = time.monotonic(), self.at.seconds, self.step

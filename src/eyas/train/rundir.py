@@ -60,8 +60,13 @@ def save_run(config: TrainConfig, source: Source, verifier: Verifier) -> None:
         raise EyasError(f"{path} is not what eyas train wrote: name a new --output-dir") from None
 
 
-def keep_start(run: Path, drafter: DrafterConfig, vocab: DraftVocab) -> None:
-    """Keep the drafter's sizes and vocabulary, so that the run goes on when what they were taken from is gone."""
+def keep_start(run: Path, drafter: DrafterConfig, vocab: DraftVocab, anew: bool) -> None:
+    """Keep the drafter's sizes and vocabulary, so that the run goes on when what they were taken from is gone.
+
+    anew: the run starts at its beginning, whatever an earlier start has left here.
+    """
+    if anew:
+        (run / START / "drafter.json").unlink(missing_ok=True)
     if not (run / START / "drafter.json").exists():
         vocab.save(run / START)
         write_json(run / START / "drafter.json", drafter.to_dict())  # the last file: with it the folder is whole
