@@ -242,6 +242,15 @@ def test_a_warm_start_from_another_drafter_than_the_runs_is_refused_and_not_its_
     assert resume(output).codes == [0]
 
 
+def test_a_run_whose_data_lost_a_sample_says_how_to_begin_another_from_it(tiny: Tiny, tmp_path: Path) -> None:
+    store = shutil.copytree(tiny.store, tmp_path / "store")
+    play(settings(tiny, tmp_path / "run", data_dir=store, epochs=2, save_every=2), kill_at=3)
+    name = json.loads(next(store.glob("journal-*.jsonl")).read_text().splitlines()[0])["id"]
+    (store / "quarantine.json").write_text(json.dumps({name: "checksum"}))
+    told = resume(tmp_path / "run")
+    assert told.codes == [2] and f"and --init-from {tmp_path / 'run'} to start from its best" in told.said[-1]
+
+
 def test_a_warm_started_run_goes_on_to_the_bit_when_what_it_started_from_is_gone(tiny: Tiny, tmp_path: Path) -> None:
     before, vocab, whole, output = (tmp_path / name for name in ("before", "vocab", "whole", "run"))
     shutil.copytree(tiny.vocab, vocab)

@@ -113,7 +113,10 @@ def check_identity(folder: Path, was: dict[str, Any], now: dict[str, Any], same_
         told = f" (was {was.get(name)}, is {now.get(name)})" if plain else ""
         differs.append(name + told)
     if differs:
-        raise EyasError(f"--resume: the run in {folder} has other {', '.join(differs)}: name a new --output-dir")
+        do = "name a new --output-dir"
+        if "data" in differs:  # one that begins anew may start from what this one has learnt
+            do = f"samples came, went or are in quarantine since: {do}, and --init-from {folder} to start from its best"
+        raise EyasError(f"--resume: the run in {folder} has other {', '.join(differs)}: {do}")
 
 
 class States:
