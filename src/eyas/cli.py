@@ -249,10 +249,7 @@ def train(
     data_dir: Annotated[
         Path | None, typer.Option(help="A store, or a folder of data_*.pt files, here or in s3://...")
     ] = None,
-    stage_dir: Annotated[
-        Path | None,
-        typer.Option(callback=written, help="Where data in an object store is kept [~/.cache/eyas/staged]"),
-    ] = None,
+    stage_dir: StageOption = None,
     vocab_mapping_dir: Annotated[
         Path | None, typer.Option(help="Folder with d2t and t2d; without it the full vocabulary")
     ] = None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from eyas.check.engines import LAYER_KEY, NORM_FLAGS, Loading, borrows, told_layers
 from eyas.check.subject import LITTLE, NOTHING, Finding, Subject, listed, titles
-from eyas.drafter.conventions import CONTRACT_ARCHITECTURE, read_by_sglang
+from eyas.drafter.conventions import CONTRACT_ARCHITECTURE, read_by_sglang, yarn_m
 
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
 REQUIRED_OF_MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -357,8 +357,7 @@ def _yarn(s: Subject, scaling: dict[str, Any]) -> Iterator[Finding]:
     if kind != "yarn" or s.kind == "mla" or not all(isinstance(x, int | float) and x > 0 for x in numbers):
         return
     factor, mscale, all_dim = (float(x) for x in numbers if x is not None)
-    one, two, three = (0.1 * m * max(math.log(factor), 0.0) + 1 for m in (1.0, mscale, all_dim))
-    meant, taken = two / three, one
+    meant, taken = yarn_m(factor, mscale) / yarn_m(factor, all_dim), yarn_m(factor, 1)
     deaf = [x for x in s.loadings if x.kind is not None and not x.engine.yarn_mscale]
     if deaf and abs(meant / taken - 1) > 1e-3:
         yield Finding(

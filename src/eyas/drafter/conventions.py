@@ -10,6 +10,7 @@ the key it stands under and, in SGLang, on the verifier's family and the release
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -229,6 +230,11 @@ def read_by_sglang(ids: Sequence[int], family: str, num_layers: int | None) -> t
 
 
 # -- who wrote it ------------------------------------------------------------------------------------------------------
+
+
+def yarn_m(factor: float, mscale: float) -> float:
+    """m of DeepSeek's YaRN: 0.1 mscale ln(factor) + 1, and 1 for a factor up to 1."""
+    return 0.1 * float(mscale) * max(math.log(factor), 0.0) + 1
 
 
 def written_by(config: dict[str, Any], pickled: bool) -> str:

@@ -17,7 +17,6 @@ memory of the attention are `drafter.attention`'s: nothing of size [T, T] is kep
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from eyas.drafter.attention import Inputs, make_blocks
+from eyas.drafter.conventions import yarn_m
 from eyas.drafter.flash import attend, attend_backward
 from eyas.drafter.parts import Linear, RMSNorm
 from eyas.drafter.plan import Plan
@@ -128,9 +128,8 @@ def yarn_scales(scaling: dict[str, Any] | None) -> tuple[float, float]:
     for key in ("factor", "original_max_position_embeddings"):
         if key not in given:
             raise EyasError(f"YaRN without {key} is refused by engines {instead}")
-    log = max(math.log(float(given["factor"])), 0.0)
-    turn = 0.1 * float(given.get("mscale", 1)) * log + 1
-    score = 0.1 * float(given.get("mscale_all_dim", 0)) * log + 1
+    factor = float(given["factor"])
+    turn, score = yarn_m(factor, given.get("mscale", 1)), yarn_m(factor, given.get("mscale_all_dim", 0))
     return score**2, turn / score
 
 

@@ -23,8 +23,8 @@ def info(path: Path, say: Callable[[str], None] | None = None) -> dict[str, Any]
     lengths, manifest = source.lengths, source.manifest
     tokens, trained = int(lengths.sum()), int(source.trained.sum())
     states = sum(source.nbytes(i) for i in range(len(source.ids)))
-    foreign = isinstance(source, ForeignSource)
-    files = source.files if isinstance(source, ForeignSource) else [p for p in path.iterdir() if p.is_file()]
+    foreign = source if isinstance(source, ForeignSource) else None
+    files = foreign.files if foreign else [p for p in path.iterdir() if p.is_file()]
     edges = [0, *(1 << k for k in range(4, max(4, int(lengths.max()).bit_length()) + 1))]
     counts, _ = np.histogram(lengths, bins=edges)
     return {
@@ -36,7 +36,7 @@ def info(path: Path, say: Callable[[str], None] | None = None) -> dict[str, Any]
         "layers": list(manifest.layers),
         "layer_unit": manifest.layer_unit,
         "norm_side": manifest.norm_side,
-        "dtype": ", ".join(source.dtypes) if isinstance(source, ForeignSource) else manifest.dtype,
+        "dtype": ", ".join(foreign.dtypes) if foreign else manifest.dtype,
         "codec": None if foreign else manifest.codec,
         "last_rows": manifest.last_rows,
         "samples": len(source.ids),

@@ -305,13 +305,13 @@ def _read_on(
                 files.refused(call.path, os.fstat(file.fd).st_dev)
                 file = files.for_call(call, False)
                 continue
-            e = next(e for k in call.extents if (e := extents[k]).end > call.start + done)
+            e = _wanted_at(extents, call, call.start + done)
             raise EyasError(
                 f"{call.path}: sample {e.sample} at byte {call.start + done} cannot be read: {error.strerror}"
             ) from None
         before, done = done, done + got
         if got == 0 or (done < need and os.fstat(file.fd).st_size <= call.start + done):
-            e = next(e for k in call.extents if (e := extents[k]).end > call.start + done)
+            e = _wanted_at(extents, call, call.start + done)
             raise EyasError(f"{call.path} ends before sample {e.sample} (byte {e.offset}) does: restore it")
         if done >= need:
             return done, file
@@ -319,6 +319,11 @@ def _read_on(
             done -= done % PAGE  # it goes on at a page
             if done == before:  # less than a page at a time: not that way
                 file = files.for_call(call, False)
+
+
+def _wanted_at(extents: Sequence[Extent], call: Call, position: int) -> Extent:
+    """The extent of a call that wants the byte of the file at `position`, or the next one that is wanted."""
+    return next(e for k in call.extents if (e := extents[k]).end > position)
 
 
 def with_scales(extents: Sequence[Extent]) -> list[Extent]:

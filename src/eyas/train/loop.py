@@ -86,7 +86,7 @@ class Run:
         self.objective = Objective(self.drafter, self.head, config, self.device, self.dtype)
         self.batch_tokens = config.batch_tokens or config.max_seq_len
         self.epochs = [self._packs(epoch) for epoch in range(config.epochs)]
-        if config.outside == "drop":
+        if config.outside == "drop" and not begun:  # a run that goes on has trained something
             packs = self.epochs[0][:: math.ceil(len(self.epochs[0]) / LOOK_AT)]
             self.objective.check_outside(Loader(self.reads, packs, 1, config.max_seq_len, 0))
         self.model = spread(self.objective, config.parallel, self.ranks)

@@ -40,8 +40,8 @@ def find_format(folder: Path) -> tuple[ModuleType, list[Path]] | None:
     """
     found = [(kind, files) for kind in FORMATS if (files := kind.files(folder))]
     if len(found) > 1:
-        held = " and ".join(f"{kind.WHAT} ({len(files):,} files, {files[-1].name})" for kind, files in found)
-        raise EyasError(f"{folder} holds {held}: name a folder that holds one of them alone")
+        held = [_held(kind, files) for kind, files in found]
+        raise EyasError(f"{folder} holds {' and '.join(held)}: name a folder that holds one of them alone")
     return found[0] if found else None
 
 
@@ -51,8 +51,12 @@ def beside_a_store(folder: Path) -> str:
     for kind in FORMATS:
         with contextlib.suppress(EyasError):  # a damaged index, of what nobody will read
             if files := kind.files(folder):
-                found.append(f"{kind.WHAT} ({len(files):,} files, {files[-1].name})")
+                found.append(_held(kind, files))
     return " and ".join(found)
+
+
+def _held(kind: ModuleType, files: list[Path]) -> str:
+    return f"{kind.WHAT} ({len(files):,} files, {files[-1].name})"
 
 
 class ForeignSource:
