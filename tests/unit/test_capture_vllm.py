@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 
 from eyas.capture.vllm import Answers, Conversation, _conversation, _longest, _runs, check_vllm, request_params
@@ -192,6 +193,44 @@ def test_a_server_is_asked_turn_by_turn_and_for_nothing_that_it_could_choose_its
     assert {"temperature": 0.5, "top_p": 0.9, "top_k": 0, "max_tokens": 2}.items() <= first.items()
     assert first["seed"] != second["seed"]
     assert stored.trained == [(2, 4), (7, 9)]
+
+
+def test_what_a_server_has_answered_and_not_yet_recorded_is_waited_for(tmp_path: Path, monkeypatch: Any) -> None:
+    """Its writer records a little later: until then the store is empty, and later half full; neither is an error."""
+    from eyas.capture import vllm_served
+    from eyas.store.layout import Manifest
+    from eyas.store.writer import StoreWriter
+
+    manifest = Manifest("v", "f", 8, 4, 100, (1, 2, 3, 4), "before")
+    manifest.create(tmp_path)
+    said: list[str] = []
+    naps: list[float] = []
+    writer = StoreWriter(tmp_path, manifest)
+
+    def server_goes_on(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) in (2, 3):
+            states = torch.zeros(4, 2, 8, dtype=torch.bfloat16)
+            writer.add("ab"[len(naps) - 2], np.array([1, 2], np.int32), np.array([False, True]), states)
+            writer.commit()
+
+    monkeypatch.setattr(vllm_served.time, "sleep", server_goes_on)
+    with writer:
+        vllm_served.await_store(tmp_path, manifest, {"a", "b"}, said.append)
+    assert vllm_served.arrived(tmp_path, manifest) == {"a", "b"}
+    on_their_way = "samples are on their way to"
+    assert [line.split(on_their_way)[0] for line in said] == [f"capture: {n} " for n in (2, 2, 1)]
+
+
+def test_what_never_arrives_is_not_waited_for_forever(tmp_path: Path, monkeypatch: Any) -> None:
+    from eyas.capture import vllm_served
+    from eyas.store.layout import Manifest
+
+    manifest = Manifest("v", "f", 8, 4, 100, (1, 2, 3, 4), "before")
+    manifest.create(tmp_path)
+    monkeypatch.setattr(vllm_served, "SETTLED", 0.0)
+    vllm_served.await_store(tmp_path, manifest, {"a"}, lambda _line: None)
+    assert vllm_served.arrived(tmp_path, manifest) == set()
 
 
 def test_the_command_that_starts_a_server_names_store_and_layers(tiny_verifier: Path, tmp_path: Path) -> None:

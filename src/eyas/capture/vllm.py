@@ -159,16 +159,17 @@ def capture(
                 if conversation.name not in kept:
                     conversation.tokens = []  # the store has them
             record.enter("saving")
+        wanted = {c.name for c in todo}
         if url is not None:
-            vllm_served.await_store(output, verifier, {c.name for c in todo}, say)
-        record.enter("validating")
-        source = StoreSource(output, verifier.config, verifier.fingerprint)
-        there = set(source.ids)
-        if missing := [c.name for c in todo if c.name not in there]:
+            vllm_served.await_store(output, manifest, wanted, say)
+        if missing := wanted - vllm_served.arrived(output, manifest):
+            where = "vLLM's lines above say why" if url is None else "the server's log says why"
             raise EyasError(
-                f"{len(missing):,} samples ({missing[0]}, ...) did not reach {output}: vLLM's lines above say why."
+                f"{len(missing):,} samples ({min(missing)}, ...) did not reach {output}: {where}."
                 " What is recorded there is whole: run the same command again"
             )
+        record.enter("validating")
+        source = StoreSource(output, verifier.config, verifier.fingerprint)
         agreement = _prove(verifier, source, checked, answers)
         say(f"capture: the head agrees with the engine's choices on {agreement:.1%} of checked positions")
         record.enter("finishing")

@@ -21,8 +21,10 @@ import torch
 
 from eyas.api import Api
 from eyas.errors import EyasError
+from eyas.store import layout
+from eyas.store.index import load_index
 from eyas.store.layout import Manifest
-from eyas.store.reader import StoreSource
+from eyas.store.reader import torn_files
 from eyas.verifier import Verifier
 
 SETTLED = 30.0  # seconds without a new sample in the store, after which no more is waited for
@@ -122,13 +124,22 @@ def serve_command(
     return shlex.join(words)
 
 
-def await_store(output: Path, verifier: Verifier, wanted: set[str], say: Callable[[str], None]) -> None:
-    """Wait until the server has recorded `wanted`, as long as something new still arrives."""
+def await_store(output: Path, manifest: Manifest, wanted: set[str], say: Callable[[str], None]) -> None:
+    """Wait until the server has recorded `wanted`, as long as something new still arrives.
+
+    A server answers before its writer has recorded what it wrote: at first the store may hold nothing at all.
+    """
     missing, moved = len(wanted), time.monotonic()
-    while missing and time.monotonic() - moved < SETTLED:
-        left = len(wanted - set(StoreSource(output, verifier.config, verifier.fingerprint).ids))
-        if left < missing:
-            missing, moved = left, time.monotonic()
-        if missing:
-            say(f"capture: {missing:,} samples are on their way to {output}")
-            time.sleep(1.0)
+    while left := wanted - arrived(output, manifest):
+        if len(left) < missing:
+            missing, moved = len(left), time.monotonic()
+        elif time.monotonic() - moved >= SETTLED:
+            return
+        say(f"capture: {len(left):,} samples are on their way to {output}")
+        time.sleep(1.0)
+
+
+def arrived(output: Path, manifest: Manifest) -> set[str]:
+    """Ids of the samples that the store holds by now; a file that is behind its journal (on NFS) is not there yet."""
+    index = load_index(output, layout.parts_count(manifest), layout.STORED_AS[manifest.codec])
+    return set(index.ids) - {index.ids[i] for i in torn_files(output, index)}
