@@ -79,7 +79,7 @@ def test_any_extents_come_back_as_they_lie_in_the_files(tmp_path: Path) -> None:
         plan = plan_reads(parts, flags, call_bytes=rng.choice((PAGE, 30_000)), gap_bytes=rng.choice((0, 9000)))
         buffer = Ring().lease(plan.nbytes)
         buffer[:] = 0xAA
-        reads.read(Files(), parts, plan, buffer.data)
+        reads.read(Files(), parts, plan, reads.Memory(buffer.data))
         assert all(c.start % PAGE == c.stop % PAGE == c.at % PAGE == 0 for c in plan.calls)
         for e, place in zip(parts, plan.places, strict=True):
             data = content[Path(e.path).name][e.offset : e.offset + e.nbytes]
@@ -224,10 +224,10 @@ def test_pieces_out_of_the_page_cache_are_verified_wherever_they_end(
         hit = [e for e in parts if e.xxh3 and e.offset <= bad < e.offset + e.nbytes]
         if turn % 2 and hit:
             with pytest.raises(EyasError, match="does not match its checksum") as raised:
-                reads.read(Files(), parts, plan, buffer.data)
+                reads.read(Files(), parts, plan, reads.Memory(buffer.data))
             assert any(f"at byte {e.offset} " in str(raised.value) for e in hit)
         else:
-            reads.read(Files(), parts, plan, buffer.data)
+            reads.read(Files(), parts, plan, reads.Memory(buffer.data))
             for e, place in zip(parts, plan.places, strict=True):
                 assert buffer[place : place + e.nbytes].tobytes() == stored[e.offset : e.offset + e.nbytes]
 
@@ -288,7 +288,7 @@ def test_only_a_long_call_through_the_page_cache_lets_the_kernel_read_ahead(
     for pages, buffered, how in ((11, True, "pages"), (12, True, "ahead"), (64, False, "direct")):
         parts = [extent(tmp_path / "a", 0, pages * PAGE)]
         plan, files = plan_reads(parts, [buffered]), Files()
-        reads.read(files, parts, plan, Ring().lease(plan.nbytes).data)
+        reads.read(files, parts, plan, reads.Memory(Ring().lease(plan.nbytes).data))
         if how != "direct" or "direct" in asked:  # tmpfs refuses direct I/O
             assert asked == [how] * len(asked) and len(asked) == (pages if buffered else 1)
         asked.clear()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -103,11 +103,19 @@ def rows_read(source: Source, most: int) -> npt.NDArray[np.int64]:
     cut = np.minimum(source.lengths, most)
     if not isinstance(source, StoreSource):
         return cut
-    return np.where(cut >= VERIFY_SHARE * source.lengths, source.lengths, cut)
+    return np.where(_read_whole(cut, source.lengths), source.lengths, cut)
+
+
+def _read_whole(wanted: Any, there: Any) -> Any:
+    """Whether all of a part is read, and so verified, where its first `wanted` rows (or bytes) are."""
+    return wanted >= VERIFY_SHARE * there
 
 
 def unverified(source: Source, samples: Sequence[int], most: int) -> int:
-    """Of how many of these samples of a store the first `most` rows are read without a checksum that covers them."""
+    """Of how many of these samples of a store the first `most` rows are read without a checksum that covers them.
+
+    Where the last layer has the trained rows alone, `extents` goes by these for that layer, which nobody counts here.
+    """
     return int((rows_read(source, most) < source.lengths)[samples].sum()) if isinstance(source, StoreSource) else 0
 
 
@@ -211,7 +219,7 @@ class StoreSource:
             for p in self._planes[layer]:
                 plane = self._all_planes[p]
                 size, wanted = plane.row_bytes, rows * plane.row_bytes
-                verified = not first and wanted >= VERIFY_SHARE * nbytes[p]
+                verified = not first and _read_whole(wanted, nbytes[p])
                 xxh3, behind = (f"{digests[p]:016x}", nbytes[p] - wanted) if verified else (None, 0)
                 at = offsets[p] + first * size
                 parts.append(Extent(name, path, at, wanted, layer, plane.dtype, size, size, xxh3, behind=behind))

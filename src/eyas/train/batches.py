@@ -20,21 +20,22 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
 
 from eyas.drafter.plan import Plan, make_plan
 from eyas.record.outlet import name_thread
+from eyas.store.landing import Landing
 from eyas.store.reader import Source
 from eyas.store.readpath import Loaded, ReadPath
-from eyas.store.ring import Ring
 
 SLOWEST_OF = 16  # reads whose slowest one the next ones are expected to take
 AHEAD_OF_SLOWEST = 4  # so many of them are covered by packs under way
@@ -46,12 +47,14 @@ class Planned:
 
     lengths: tokens of each sample;
     kept: for each sample, where in the last layer the row of each token is, or None where every token has one.
+    widths: values of a row of a state, and of the last layer.
     """
 
     plan: Plan
     samples: list[int]
     lengths: list[int]
     kept: list[np.ndarray] | None
+    widths: tuple[int, int]
 
     @property
     def trained(self) -> list[int]:
@@ -151,7 +154,9 @@ def plan_pack(source: Source, samples: list[int], steps: int, max_seq_len: int) 
     kept = None
     if source.manifest.last_rows != "all":
         kept = [np.cumsum(mask) - 1 for _, mask in documents]
-    return Planned(make_plan(documents, steps), samples, [len(ids) for ids, _ in documents], kept)
+    m = source.manifest
+    widths = m.hidden_size, 3 * m.logits if m.logits else m.hidden_size  # the words of store/logits.py
+    return Planned(make_plan(documents, steps), samples, [len(ids) for ids, _ in documents], kept, widths)
 
 
 def load_pack(reads: ReadPath, planned: Planned) -> Pack:
@@ -159,56 +164,89 @@ def load_pack(reads: ReadPath, planned: Planned) -> Pack:
     return Pack(**vars(planned), loaded=reads.load(planned.samples, planned.lengths))
 
 
-def assemble(pack: Pack, into: Ring | Tensor) -> Batch:
-    """The plan's rows out of what was read, on the CPU.
+def read_batch(reads: ReadPath, planned: Planned) -> Batch:
+    """The batch of a pack on the CPU; most rows go to their place in it as they are read. Raises as `load_pack`."""
+    wanted = _Rows.of(planned, lambda values: torch.from_numpy(reads.batches.lease(2 * values)).view(torch.bfloat16))
+    loaded = reads.load(planned.samples, planned.lengths, wanted.landings())
+    return wanted.batch(planned, loaded, None)
 
-    into: buffers for them, or what was read (`pack.loaded.memory`) on a device, to make them there.
+
+def assemble(pack: Pack, memory: Tensor) -> Batch:
+    """The batch of a pack on a device, out of what was read: `pack.loaded.memory` there."""
+    wanted = _Rows.of(pack, lambda values: torch.empty(values, dtype=torch.bfloat16, device=memory.device))
+    return wanted.batch(pack, pack.loaded, memory)
+
+
+@dataclass
+class _Rows:
+    """The states of a batch, and which rows of which sample make them.
+
+    places: (sample, layer), by position and number -> (a part of `states` or `last`, [n, values]; the rows [n] of that
+    layer that belong there, ascending)
     """
-    plan = pack.plan
-    samples = pack.loaded.states(None if isinstance(into, Ring) else into)
-    Ht, wide = samples[0][0].shape[1], samples[0][3].shape[1]
-    T, R = len(plan.key_row), len(plan.target_row)
-    if isinstance(into, Ring):
-        both = torch.from_numpy(into.lease((3 * T * Ht + R * wide) * 2)).view(torch.bfloat16)
-    else:
-        both = torch.empty(3 * T * Ht + R * wide, dtype=torch.bfloat16, device=into.device)
-    states, last = both[: 3 * T * Ht].view(T, 3 * Ht), both[3 * T * Ht :].view(R, wide)
-    first = first_target = 0
-    targets = plan.target_row.numpy()
-    for b, (layers, doc) in enumerate(zip(samples, plan.documents, strict=True)):
-        rows = doc.key_stop - doc.key_start
-        for j in range(3):
-            _copy(states[doc.key_start : doc.key_stop, j * Ht : (j + 1) * Ht], layers[j][:rows])
-        stop = first + pack.lengths[b]
-        stop_target = int(np.searchsorted(targets, stop))
-        at = targets[first_target:stop_target] - first
-        _take(last[first_target:stop_target], layers[3], at if pack.kept is None else pack.kept[b][at])
-        first, first_target = stop, stop_target
-    return Batch(plan, states, last, pack.samples, sum(pack.lengths), pack.loaded.nbytes, pack.trained)
+
+    states: Tensor
+    last: Tensor
+    places: dict[tuple[int, int], tuple[Tensor, npt.NDArray[np.int64]]]
+
+    @staticmethod
+    def of(planned: Planned, empty: Callable[[int], Tensor]) -> _Rows:
+        """empty: makes room for so many bfloat16 values, where the batch shall be."""
+        plan, (Ht, wide) = planned.plan, planned.widths
+        T, R = len(plan.key_row), len(plan.target_row)
+        both = empty(3 * T * Ht + R * wide)
+        states, last = both[: 3 * T * Ht].view(T, 3 * Ht), both[3 * T * Ht :].view(R, wide)
+        targets = plan.target_row.numpy()
+        places = {}
+        first = first_target = 0
+        for b, doc in enumerate(plan.documents):
+            rows = np.arange(doc.key_stop - doc.key_start)
+            for j in range(3):
+                places[b, j] = states[doc.key_start : doc.key_stop, j * Ht : (j + 1) * Ht], rows
+            stop = first + planned.lengths[b]
+            stop_target = int(np.searchsorted(targets, stop))
+            at = targets[first_target:stop_target] - first
+            places[b, 3] = last[first_target:stop_target], at if planned.kept is None else planned.kept[b][at]
+            first, first_target = stop, stop_target
+        return _Rows(states, last, places)
+
+    def landings(self) -> dict[tuple[int, int], Landing]:
+        """Where rows can go as they are read, for a batch on the CPU."""
+        every = ((key, Landing.of(into.view(torch.uint8).numpy(), at)) for key, (into, at) in self.places.items())
+        return {key: landing for key, landing in every if landing is not None}
+
+    def batch(self, planned: Planned, loaded: Loaded, memory: Tensor | None) -> Batch:
+        """With what has not landed, from `memory` or what was read."""
+        for b, j, rows in loaded.rows(memory):
+            into, at = self.places[b, j]
+            _take(into, rows, at)
+        tokens = sum(planned.lengths)
+        return Batch(planned.plan, self.states, self.last, planned.samples, tokens, loaded.nbytes, planned.trained)
 
 
-def _copy(into: Tensor, rows: Tensor) -> None:
-    if into.is_cpu:  # numpy's copy stays on this thread; torch's would wake one per core for each reader
-        np.copyto(into.view(torch.int16).numpy(), rows.view(torch.int16).numpy())
+def _take(into: Tensor, rows: Tensor, at: npt.NDArray[np.int64]) -> None:
+    """rows[at] to `into`; `at` ascending."""
+    if not len(at):
+        return
+    apart = at[-1] - at[0] != len(at) - 1  # rows of an answer are neighbours
+    if not apart:
+        rows = rows[int(at[0]) : int(at[-1]) + 1]
+    if into.is_cpu:  # numpy's copies stay on this thread; torch's would wake one per core for each reader
+        source, target = rows.view(torch.int16).numpy(), into.view(torch.int16).numpy()
+        if apart:
+            np.take(source, at, axis=0, out=target, mode="clip")
+        else:
+            np.copyto(target, source)
+    elif apart:
+        torch.index_select(rows, 0, torch.from_numpy(at).to(rows.device), out=into)
     else:
         into.copy_(rows)
 
 
-def _take(into: Tensor, rows: Tensor, at: np.ndarray) -> None:
-    if not len(at):
-        return
-    if at[-1] - at[0] == len(at) - 1:  # an answer's rows are neighbours
-        _copy(into, rows[int(at[0]) : int(at[-1]) + 1])
-    elif into.is_cpu:
-        np.take(rows.view(torch.int16).numpy(), at, axis=0, out=into.view(torch.int16).numpy(), mode="clip")
-    else:
-        torch.index_select(rows, 0, torch.from_numpy(at).to(rows.device), out=into)
-
-
 def load_batch(source: Source | ReadPath, samples: list[int], steps: int, max_seq_len: int) -> Batch:
-    """Read one pack. Raises EyasError naming the sample when its data is not what the index says."""
+    """Plan and read one pack. Raises EyasError naming the sample when its data is not what the index says."""
     reads = source if isinstance(source, ReadPath) else ReadPath(source)
-    return assemble(load_pack(reads, plan_pack(reads.source, samples, steps, max_seq_len)), reads.batches)
+    return read_batch(reads, plan_pack(reads.source, samples, steps, max_seq_len))
 
 
 @dataclass
@@ -339,7 +377,7 @@ class Loader:
             group = [self._plan(samples) for samples in packs[first : first + self.group]]
             for i, planned in enumerate(group):
                 self.reading = planned.samples
-                batch = assemble(load_pack(self.reads, planned), self.reads.batches)
+                batch = read_batch(self.reads, planned)
                 batch.trained = _sum(group[i:])
                 self._count(batch, started)
                 yield batch
@@ -360,9 +398,14 @@ class Loader:
         """A batch, or a pack where its rows are taken on the device. Its plan was asked for before it: it is there, or
         another thread makes it."""
         started = time.monotonic()
-        pack = load_pack(self.reads, planned.result())
-        result = pack if self.device.type == "cuda" else assemble(pack, self.reads.batches)
-        self.depth.read(time.monotonic() - started, len(pack.loaded.memory))
+        result: Batch | Pack
+        if self.device.type == "cuda":
+            result = load_pack(self.reads, planned.result())
+            held = len(result.loaded.memory)
+        else:
+            result = read_batch(self.reads, planned.result())
+            held = 2 * (result.states.numel() + result.last.numel())
+        self.depth.read(time.monotonic() - started, held)
         return result
 
     def _count(self, batch: Batch, started: float) -> None:
