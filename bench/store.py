@@ -50,7 +50,7 @@ T, H, STATES = 2048, 7168, 4
 SAMPLE = T * H * STATES * 2
 THREADS = 4
 RAW_CALL = 32 << 20
-READERS = 6  # two more than read raw: while a thread hashes what it has read, another one reads
+READERS = 6  # two more than read raw, as the Loader has them: while a thread hashes what it has read, another one reads
 PER_TURN = {"reads": 12, "loader": 32}  # samples of one turn; filling and draining a loader takes a few of them
 STEPS = (0.170, 0.087)
 PARTS = ["cold", "pages", "warm", "torch", "speculators", "plan", "wait", "first"]
@@ -138,7 +138,7 @@ def bench_paired(source: Any, raw: Raw, turns: int, through: str) -> dict[str, f
             if through == "reads":
                 nbytes = sum(pool.map(lambda i: path.load([i], [T]).nbytes, some))
             else:
-                nbytes = sum(b.nbytes for b in Loader(path, [[i] for i in some], 3, T, READERS))
+                nbytes = sum(b.nbytes for b in Loader(path, [[i] for i in some], 3, T, THREADS))
             seconds, used = time.perf_counter() - started, cpu_seconds() - before
             first = first or raw.read(pool, count * SAMPLE)
             rates.append(nbytes / seconds)

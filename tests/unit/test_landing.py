@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from eyas.store.reader import StoreSource, open_source
 from eyas.store.readpath import ReadPath
 from eyas.store.reads import Extent, plan_reads
 from eyas.store.writer import StoreWriter
-from eyas.train.batches import Batch, load_batch, plan_pack
+from eyas.train.batches import Batch, Loader, load_batch, plan_pack
 
 H = 24
 LAYERS = (2, 4, 5, 8)
@@ -136,6 +137,52 @@ def test_a_flipped_bit_on_its_way_to_a_batch_is_caught(
     shard.write_bytes(good[: source.records[2].parts[3].offset + 100])
     with pytest.raises(EyasError, match="ends before sample s2"):
         load_batch(ReadPath(source, cache_gb=1 if cached else 0), [0, 2], 3, 200)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_disk_is_read_while_what_has_come_is_hashed_and_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    """One thread reads at a time. Past the cache the first pack waits, where it is copied, for the second one's read;
+    out of the cache copying is the work of reading, so nobody else reads meanwhile."""
+    source = store(tmp_path, [np.arange(300) >= 9] * 4)
+    reading, most, next_read, real = 0, 0, threading.Event(), os.preadv
+    reads_seen: list[int] = []
+    together: list[bool] = []
+
+    def counted(fd: int, buffers: list[Any], offset: int) -> int:
+        nonlocal reading, most
+        reading, most = reading + 1, max(most, reading + 1)
+        reads_seen.append(offset)
+        if len(reads_seen) > 1:
+            next_read.set()
+        got = real(fd, buffers, offset)
+        reading -= 1
+        return got
+
+    put = Landing.put
+
+    def waits(self: Landing, offset: int, piece: memoryview) -> None:
+        if not together:
+            together.append(next_read.wait(10 if not cached else 0.3))
+        put(self, offset, piece)
+
+    path = ReadPath(source, cache_gb=1 if cached else 0)
+    told = [source.tokens(i) for i in range(4)]
+    path.source.tokens = told.__getitem__  # type: ignore[method-assign]
+    direct = not cached and path._files.get(str(next(tmp_path.glob("shard*"))), True).direct
+    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(Landing, "put", waits)
+    found = list(Loader(path, [[i] for i in range(4)], 3, 300, 1))
+    monkeypatch.setattr(os, "preadv", real)
+    assert most == 1
+    assert len(reads_seen) == 4
+    assert together
+    if direct or cached:  # elsewhere the file system may refuse direct I/O
+        assert together[0] is direct
+    for i, batch in enumerate(found):
+        states, last = by_hand(source, [i], 3, 300)
+        assert torch.equal(batch.states, states) and torch.equal(batch.last, last)
 
 
 def test_a_wrong_copy_in_the_page_cache_is_read_again_and_lands_right(

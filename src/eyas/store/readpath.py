@@ -11,6 +11,7 @@ files) are read by their own `states`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,18 @@ from torch import Tensor
 from eyas.store.landing import Landing
 from eyas.store.memory import ahead_bytes, cache_bytes, kept_samples
 from eyas.store.reader import Source
-from eyas.store.reads import PIECE_BYTES, Extent, Files, Memory, as_wanted, decode, plan_reads, read, with_scales
+from eyas.store.reads import (
+    NO_LIMIT,
+    PIECE_BYTES,
+    Extent,
+    Files,
+    Memory,
+    as_wanted,
+    decode,
+    plan_reads,
+    read,
+    with_scales,
+)
 from eyas.store.ring import Ring
 
 
@@ -84,12 +96,16 @@ class ReadPath:
         self._files = Files(say)
 
     def load(
-        self, samples: Sequence[int], rows: Sequence[int], landings: Mapping[tuple[int, int], Landing] | None = None
+        self,
+        samples: Sequence[int],
+        rows: Sequence[int],
+        landings: Mapping[tuple[int, int], Landing] | None = None,
+        slot: AbstractContextManager[object] = NO_LIMIT,
     ) -> Loaded:
         """The first rows[b] rows of samples[b], of every layer. Raises EyasError naming sample, file and offset.
 
         landings: where the rows of a sample (by position) and layer (by number) belong. Those that are stored as they
-        are wanted go there; what is not, stays in the buffer.
+        are wanted go there; what is not, stays in the buffer. slot: held while reading (`reads.Memory`).
         """
         extents: list[Extent] = []
         buffered: list[bool] = []
@@ -111,7 +127,7 @@ class ReadPath:
                 buffered += [bool(self.kept[i])] * len(flat)
         plan = plan_reads(extents, buffered, landing=places)
         memory, piece = self.ring.lease(plan.nbytes), self.pieces.lease(PIECE_BYTES)
-        read(self._files, extents, plan, Memory(memory.data, piece.data, places))
+        read(self._files, extents, plan, Memory(memory.data, piece.data, places, slot))
         nbytes = sum(e.rows * e.row_bytes + e.behind for e in extents)
         nbytes += sum(s.numel() * s.element_size() for s in own.values())
         stay = [k for k in range(len(extents)) if k not in places]

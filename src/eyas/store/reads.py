@@ -15,10 +15,12 @@ Cost: 0.06 CPU s/GB past the page cache and 0.13 out of it, xxh3-64 included; no
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ CALL_BYTES = 32 << 20  # a call grows to at least this where the batch has that 
 PIECE_BYTES = 1 << 20  # of the page cache's, and of what is hashed and copied: what a core's own cache holds
 AHEAD_FROM = 6  # pieces of a call from which on the kernel reads ahead: one more is then at most a sixth
 GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than to leave out
+NO_LIMIT = contextlib.nullcontext()
 PASSING = (True, True)  # through the page cache, with a place of its own
 _OPEN_FILES = 256  # file descriptors kept; the usual limit of a process is 1,024
 _DTYPES = {
@@ -248,11 +251,13 @@ class Memory(NamedTuple):
 
     buffer: page-aligned, plan.nbytes; piece: PIECE_BYTES, for calls that are passing
     landings: extent -> where its rows belong besides
+    slot: held while the disk is read, or the page cache; not while what came past it is hashed
     """
 
     buffer: memoryview
     piece: memoryview = memoryview(b"")
     landings: Mapping[int, Landing] = {}
+    slot: AbstractContextManager[object] = NO_LIMIT
 
 
 def read(files: Files, extents: Sequence[Extent], plan: ReadPlan, memory: Memory) -> None:
@@ -282,7 +287,8 @@ def _wrong(files: Files, extents: Sequence[Extent], call: Call, memory: Memory) 
     """Make a call, twice where it has to be; which of its extents do not match their checksum."""
     wrong: list[int] = []
     for _ in range(2):
-        wrong = _bring(files, extents, call, memory)
+        with memory.slot if call.buffered else NO_LIMIT:
+            wrong = _bring(files, extents, call, memory)
         if not wrong:
             break
         file = files.get(call.path, False)  # the page cache may hold the bad copy: ask the disk
@@ -305,7 +311,8 @@ def _bring(files: Files, extents: Sequence[Extent], call: Call, memory: Memory) 
         while at < stop:
             while done <= at:  # a hole may be longer than a piece
                 zero = -done if call.passing else call.at
-                done, file = _read_on(files, file, extents, call, buffer[zero + done :], done)
+                with NO_LIMIT if call.buffered else memory.slot:
+                    done, file = _read_on(files, file, extents, call, buffer[zero + done :], done)
             got = min(stop, done, at + PIECE_BYTES)
             if e.xxh3 is not None:
                 hashed.update(buffer[zero + at : zero + got])  # without the GIL; the one-shot functions keep it

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +38,9 @@ from eyas.record.outlet import name_thread
 from eyas.store.landing import Landing
 from eyas.store.reader import Source
 from eyas.store.readpath import Loaded, ReadPath
+from eyas.store.reads import NO_LIMIT
 
+MORE = 2  # threads than read at a time: they hash and copy what has come, and the disk does not wait for that
 SLOWEST_OF = 16  # reads whose slowest one the next ones are expected to take
 AHEAD_OF_SLOWEST = 4  # so many of them are covered by packs under way
 
@@ -159,15 +163,18 @@ def plan_pack(source: Source, samples: list[int], steps: int, max_seq_len: int) 
     return Planned(make_plan(documents, steps), samples, [len(ids) for ids, _ in documents], kept, widths)
 
 
-def load_pack(reads: ReadPath, planned: Planned) -> Pack:
+Slot = AbstractContextManager[object]  # held while the disk is read
+
+
+def load_pack(reads: ReadPath, planned: Planned, slot: Slot = NO_LIMIT) -> Pack:
     """The pack with its states. Raises EyasError naming the sample when its data is not what the index says."""
-    return Pack(**vars(planned), loaded=reads.load(planned.samples, planned.lengths))
+    return Pack(**vars(planned), loaded=reads.load(planned.samples, planned.lengths, slot=slot))
 
 
-def read_batch(reads: ReadPath, planned: Planned) -> Batch:
+def read_batch(reads: ReadPath, planned: Planned, slot: Slot = NO_LIMIT) -> Batch:
     """The batch of a pack on the CPU; most rows go to their place in it as they are read. Raises as `load_pack`."""
     wanted = _Rows.of(planned, lambda values: torch.from_numpy(reads.batches.lease(2 * values)).view(torch.bfloat16))
-    loaded = reads.load(planned.samples, planned.lengths, wanted.landings())
+    loaded = reads.load(planned.samples, planned.lengths, wanted.landings(), slot)
     return wanted.batch(planned, loaded, None)
 
 
@@ -320,6 +327,7 @@ class Loader:
         self.nbytes = 0
         self.reading: list[int] = []
         self._ahead: deque[_UnderWay] = deque()
+        self._slot = threading.Semaphore(threads)
 
     @property
     def ready(self) -> int:
@@ -330,7 +338,7 @@ class Loader:
             yield from self._one_by_one()
             return
         waiting = iter(self.packs[self.start :])
-        pool = ThreadPoolExecutor(self.threads, "eyas-read", name_thread, ("eyas-read",))
+        pool = ThreadPoolExecutor(self.threads + MORE, "eyas-read", name_thread, ("eyas-read",))
         uploader = self._uploader()
         ahead = self._ahead
         handed = 0.0
@@ -400,10 +408,10 @@ class Loader:
         started = time.monotonic()
         result: Batch | Pack
         if self.device.type == "cuda":
-            result = load_pack(self.reads, planned.result())
+            result = load_pack(self.reads, planned.result(), self._slot)
             held = len(result.loaded.memory)
         else:
-            result = read_batch(self.reads, planned.result())
+            result = read_batch(self.reads, planned.result(), self._slot)
             held = 2 * (result.states.numel() + result.last.numel())
         self.depth.read(time.monotonic() - started, held)
         return result
