@@ -49,6 +49,7 @@ from eyas.train.batches import Loader, epoch_order, pack, split_source
 T, H, STATES = 2048, 7168, 4
 SAMPLE = T * H * STATES * 2
 THREADS = 4
+CORES = len(os.sched_getaffinity(0))
 RAW_CALL = 32 << 20
 READERS = 6  # two more than read raw, as the Loader has them: while a thread hashes what it has read, another one reads
 PER_TURN = {"reads": 12, "loader": 32}  # samples of one turn; filling and draining a loader takes a few of them
@@ -157,21 +158,21 @@ def bench_paired(source: Any, raw: Raw, turns: int, through: str) -> dict[str, f
 
 
 def bench_warm(source: StoreSource, turns: int) -> dict[str, float]:
-    """Out of the page cache against memcpy of as many bytes by as many threads, by turns."""
+    """Out of the page cache against memcpy of as many bytes by as many threads (one a core), by turns."""
     path = ReadPath(source, cache_gb=1e6)
     samples = list(range(min(8, len(source.ids))))
     ring = Ring()
-    pairs = [(ring.lease(SAMPLE), ring.lease(SAMPLE)) for _ in range(THREADS)]
+    pairs = [(ring.lease(SAMPLE), ring.lease(SAMPLE)) for _ in range(CORES)]
     ratios, rates, copies, cpu = [], [], [], []
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(CORES) as pool:
         for a, b in pairs:
             a[:], b[:] = 1, 2
         drop(source.path)
         list(pool.map(lambda i: path.load([i], [T]).nbytes, samples))  # the cache as this path fills it
         for _ in range(turns):
             started = time.perf_counter()
-            list(pool.map(lambda pair: [np.copyto(*pair) for _ in range(len(samples) // THREADS)], pairs))
-            copies.append(len(samples) // THREADS * THREADS * SAMPLE / (time.perf_counter() - started))
+            list(pool.map(lambda pair: [np.copyto(*pair) for _ in range(len(samples) // CORES)], pairs))
+            copies.append(len(samples) // CORES * CORES * SAMPLE / (time.perf_counter() - started))
             before, started = cpu_seconds(), time.perf_counter()
             nbytes = sum(pool.map(lambda i: path.load([i], [T]).nbytes, samples))
             rates.append(nbytes / (time.perf_counter() - started))
