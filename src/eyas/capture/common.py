@@ -25,6 +25,7 @@ from eyas import __version__
 from eyas.errors import EyasError
 from eyas.files import size_text
 from eyas.prepare import Prepared
+from eyas.record.record import Record
 from eyas.store import layout
 from eyas.store.index import load_index
 from eyas.store.layout import Manifest
@@ -208,25 +209,21 @@ class Progress:
         self.started = self.said = time.monotonic()
         self.say(self._line())
 
-    def add(self, samples: int, tokens: int) -> None:
-        """So many more are written."""
+    def add(self, samples: int, tokens: int, record: Record) -> None:
+        """So many more are written: the record is told, and a line says it when it is time."""
         self.samples, self.tokens = self.samples + samples, self.tokens + tokens
         self.new_samples, self.new_tokens = self.new_samples + samples, self.new_tokens + tokens
+        record.count(self.samples, self.tokens, self.share)
         if time.monotonic() - self.said >= SAY_SECONDS or self.samples == self.all_samples:
             self.said = time.monotonic()
-            self.say(self._line())
+            self.say(self._line(record.left))
 
-    def _line(self) -> str:
+    def _line(self, left: float | None = None) -> str:
         line = f"capture {self.samples:,}/{self.all_samples:,} samples · {self.tokens:,}"
         line += " tokens" if self.all_tokens is None else f"/{self.all_tokens:,} tokens"
         if self.new_tokens:
-            seconds = time.monotonic() - self.started
-            if self.all_tokens is None:
-                left = (self.all_samples - self.samples) * seconds / self.new_samples
-            else:
-                left = (self.all_tokens - self.tokens) * seconds / self.new_tokens
-            line += f" · {self.new_tokens / seconds:,.0f} tokens/s · {left:,.0f} s left"
-        return line
+            line += f" · {self.new_tokens / (time.monotonic() - self.started):,.0f} tokens/s"
+        return line + (f" · {left:,.0f} s left" if left is not None else "")
 
     def figures(self) -> dict[str, Any]:
         """What this run did and how fast."""

@@ -132,8 +132,7 @@ def capture(
                 for i, s in zip(batch, states, strict=True):
                     kept = list(s) if keep is None else keep.instead(list(s), prepared.loss_mask[i])
                     writer.add(prepared.ids[i], prepared.input_ids[i], prepared.loss_mask[i], kept)
-                progress.add(len(batch), sum(map(len, rows)))
-                record.count(progress.samples, progress.tokens, progress.share)
+                progress.add(len(batch), sum(map(len, rows)), record)
             record.enter("finishing")
     size = sum(p.stat().st_size for p in output.iterdir() if p.is_file())
     agreement = min(agreements) if agreements else None

@@ -154,8 +154,7 @@ def capture(
             record.enter(SERVING)
             sampling = _sampling if url is None else _fields
             for conversation in _serve(engine, todo, answers, in_flight, record, sampling):
-                progress.add(1, len(conversation.tokens))
-                record.count(progress.samples, progress.tokens, progress.share)
+                progress.add(1, len(conversation.tokens), record)
                 if conversation.name not in kept:
                     conversation.tokens = []  # the store has them
             record.enter("saving")

@@ -29,6 +29,7 @@ PHASE, SINCE, MOVED, PART, PARTS = range(13, 18)
 TOKENS, BYTES, QUEUE, LOSS, SPOKE, PYTHON, STATE, EXIT, DUMP_SIGNAL, SIDECAR, FIRST_STEP, GPU_BUSY = range(18, 30)
 NAMES, RUN_OPEN = 30, 31  # how many phases have a name; 1 when the run directory is there
 TABLE, PHASES = 32, 24  # from slot 32: 24 rows of (times entered, ns spent in all, ns of the last time)
+LEFT, PACE = 104, 105  # ns until the last step, -1 if not known; ns that a step takes of late, 0 before the first
 # texts, UTF-8, filled up with NUL: (offset, size)
 PHASE_NAMES, NAME_SIZE = 1024, 24  # 24 of these
 FILE, RUN, UNIT = (2048, 256), (2304, 128), (2432, 32)
@@ -80,7 +81,7 @@ class Beat:
         q[VERSION_SLOT], q[PID], q[STARTTIME], q[RANK], q[WORLD] = VERSION, os.getpid(), starttime(), rank, world
         q[STARTED] = q[NOW] = q[SINCE] = q[MOVED] = q[SPOKE] = q[PYTHON] = now
         q[STARTED_WALL] = q[WALL] = time.time_ns()
-        q[TOTAL], q[QUEUE] = total, -1
+        q[TOTAL], q[QUEUE], q[LEFT] = total, -1, -1
         self.floats[LOSS] = float("nan")
         self.text(RUN, run)
         self.text(UNIT, unit)
@@ -189,6 +190,8 @@ def decode(raw: bytes) -> dict[str, Any]:
         "step": q[STEP],
         "total": q[TOTAL],
         "first_step": q[FIRST_STEP],
+        "left": q[LEFT] / 1e9 if q[LEFT] >= 0 and q[PACE] else None,
+        "pace": q[PACE] / 1e9 or None,
         "phase": names[q[PHASE]] if 0 <= q[PHASE] < len(names) else "?",
         "since": q[SINCE] / 1e9,
         "moved": q[MOVED] / 1e9,

@@ -30,7 +30,7 @@ from eyas.record.beat import Beat
 from eyas.record.beside import Stacks, link, runs_there, start_sidecar, start_sinks
 from eyas.record.console import Live, Say, on_terminal, step_line
 from eyas.record.console import say as to_stdout
-from eyas.record.figures import Meter, resident
+from eyas.record.figures import Meter, Pace, resident
 from eyas.record.outlet import Outlet, hold_standard_descriptors, name_thread
 from eyas.record.phases import GpuClock, LateValues, Phases, Scope
 from eyas.record.voice import Voice
@@ -90,7 +90,7 @@ class Record:
         self.phases = Phases(self.beat)
         self.enter = self.phases.enter
         self._q, self._floats, self._memory = self.beat.slots, self.beat.floats, self.beat.memory
-        self._spoke = self._stepped = self._first = self._check = monotonic_ns()
+        self._spoke = self._stepped = self._check = monotonic_ns()
         self._line_ns, self._event_ns = int(interval * 1e9), int(EVENT_EVERY * 1e9)
         self.gpu: GpuClock | None = None
         self._late: LateValues | None = None
@@ -101,7 +101,7 @@ class Record:
         self._warned = -1
         self._begin_step = 0
         self.share: float | None = None  # of the run's work that is done, where the loop says so
-        self._begin_share: float | None = 0.0
+        self._pace = Pace(self, self._spoke, 0, 0.0)
         self._loader: Any = None
         self._name_of: Any = None
         self._live: Live | None = None
@@ -379,6 +379,7 @@ class Record:
             self._weight = 0.02 if done >= 50 else 1 / max(done, 1)
             if done >= SPIKE_AFTER:
                 self._far = 2 * abs(self._mean) + 10 * self._spread
+        self._look_at_pace(now)
         self._step_event(n, loss, figures)
         pace = max(now - self._stepped, 2 * self._event_ns)  # until the next chance to speak, and some
         if now + pace - self._spoke > self._line_ns or first or n == self.total:
@@ -395,15 +396,17 @@ class Record:
         self.progress(0)
         if now >= self._check or done == self.total:
             self._check = now + self._event_ns
+            self._look_at_pace(now)
             self._step_event(done, None, {})
 
     def begin(self, total: int, step: int = 0, device: str = "", done: float = 0.0) -> None:
         """The loop begins: steps in all, how many of them an earlier run has done, and what share of the work."""
         self.total, self.steps, self._begin_step = total, step, step
-        self.share, self._begin_share = done, done
+        self.share = done
         q = self._q
         q[layout.TOTAL], q[layout.STEP], q[layout.FIRST_STEP] = total, step, step
-        self._stepped = self._first = monotonic_ns()
+        self._stepped = monotonic_ns()
+        self._pace = Pace(self, self._stepped, step, done)
         self._line_meter, self._event_meter = Meter(self), Meter(self)
         if device.startswith("cuda"):
             import torch
@@ -467,6 +470,11 @@ class Record:
         """What is seen of the run is new: nobody else needs to speak for ten seconds."""
         self._spoke = self._q[layout.SPOKE] = monotonic_ns()
 
+    @property
+    def left(self) -> float | None:
+        """Seconds until the last step, as of the last look; None where that is not known."""
+        return self._pace.left(self.total)
+
     def beat_values(self) -> dict[str, Any]:
         """The beat as plain values."""
         return layout.read(self.beat.memory)
@@ -491,16 +499,20 @@ class Record:
 
     def _speed(self, meter: Meter) -> dict[str, Any]:
         speed = meter.take()
-        steps, seconds = self.steps - self._begin_step, (monotonic_ns() - self._first) / 1e9
-        if self.share is not None and self._begin_share is not None and self.share > self._begin_share:
-            speed["left"] = seconds / (self.share - self._begin_share) * (1 - self.share)
-        elif self.total and steps:
-            speed["left"] = seconds / steps * (self.total - self.steps)
+        if self.left is not None:
+            speed["left"] = self.left
         if self._torch is not None:
             speed["memory"] = self._torch.cuda.memory_reserved()
         else:
             speed["memory"] = resident()
         return speed
+
+    def _look_at_pace(self, now: int) -> None:
+        """Take in how far the run is, and have the beat say what its own lines say: the pace of late, the time left."""
+        self._pace.look(now, self.steps, self.share)
+        seconds, left = self._pace.seconds, self.left
+        self._q[layout.PACE] = round(1e9 * seconds) if seconds else 0
+        self._q[layout.LEFT] = round(1e9 * left) if left is not None else -1
 
     def _step_event(self, n: int, loss: Any, figures: dict[str, Any]) -> None:
         given = figures if loss is None else {"loss": loss, **figures}

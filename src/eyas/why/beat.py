@@ -205,9 +205,7 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
     storage = sorted(n for n, w in s.process.threads.values() if is_storage(w.family) and w.blocked)
     chain = [{"kind": "main", "words": f"main thread of PID {b['pid']} is {doing}", "pid": b["pid"], "tid": b["pid"],
               "raw": raw, "source": "wchan"}] if main else []  # fmt: skip
-    seconds, eta = _seconds_per_step(b), None
-    if seconds and b["total"]:
-        eta = round(seconds * (b["total"] - b["step"]))
+    seconds = round(b["pace"], 4) if b["pace"] else None
     wall, whole = time.time(), b["pid"] if s.alive else b["run"]
     evidence = [
         _item("beat", wall, f"the beat says {s.words}", s.path),
@@ -247,7 +245,7 @@ def answer(s: Seen, target: Target) -> dict[str, Any] | None:
         "progress": {
             "step": b["step"] or None, "total": b["total"] or None, "epoch": None, "scope": "run", "unit": b["unit"],
             "seconds_per_step": seconds, "line_interval_s": 10.0, "log_idle_s": round(max(0.0, s.now - b["spoke"]), 1),
-            "eta_s": eta, "data_pass_s": None,
+            "eta_s": round(b["left"]) if b["left"] is not None else None, "data_pass_s": None,
             "signals": [{"name": "beat", "moved": s.moving, "forward": True, "text": s.words, "source": "beat"}],
         },
         "data": None,
@@ -311,20 +309,11 @@ def as_json(s: Seen) -> dict[str, Any]:
 
 
 def _pace(b: dict[str, Any]) -> str:
-    seconds = _seconds_per_step(b)
-    if not seconds:
+    """What the run's own lines say: its pace of late, and the time left."""
+    if not b["pace"]:
         return ""
-    left = f", {clock(seconds * (b['total'] - b['step']))} left" if b["total"] else ""
-    return f", {seconds:.3g} s a {b['unit']}{left}"
-
-
-def _seconds_per_step(b: dict[str, Any]) -> float | None:
-    """Seconds a step takes, from what the loop's phases have taken so far."""
-    done = b["step"] - b["first_step"]
-    inside = sum(
-        b["phases"][name][1] for name in (*WORK, "waiting for data", "waiting for ranks") if name in b["phases"]
-    )
-    return round(inside / done, 4) if done > 0 and inside > 0 else None
+    left = f", {clock(b['left'])} left" if b["left"] is not None else ""
+    return f", {b['pace']:.3g} s a {b['unit']}{left}"
 
 
 def _item(source: str, when: float, derived: str, raw: str | None) -> dict[str, Any]:

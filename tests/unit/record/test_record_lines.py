@@ -178,6 +178,39 @@ def test_the_time_left_follows_the_work_and_not_the_units(clock_: Clock) -> None
     assert rec._speed(rec._event_meter)["left"] == pytest.approx(10.0)
 
 
+def test_the_pace_is_of_late_and_later_epochs_that_cost_more_are_counted(clock_: Clock) -> None:
+    """Two epochs of 100 packs, the first at 0.4 of the second's cost; its first step takes a minute more."""
+    said: list[str] = []
+    rec = Record(None, say=said.append)
+    rec.begin(200)
+    work = 100 * 0.4 + 100
+    for n in range(1, 101):
+        clock_.now += 4.0 + 60.0 * (n == 1)
+        rec.step(loss=1.0, done=0.4 * n / work)
+    b = rec.beat_values()
+    assert (b["pace"], b["left"]) == (pytest.approx(4.0), pytest.approx(100 * 10.0)), "not 100 steps of 4.6 s"
+    assert said[-1].endswith(f"{clock(1000.0)} left")
+    rec.enter("validating")
+    clock_.now += 30.0
+    rec.enter("forward")
+    for n in range(1, 71):
+        clock_.now += 10.0
+        rec.step(loss=1.0, done=(40 + n) / work)
+    b = rec.beat_values()
+    assert (b["pace"], b["step"]) == (pytest.approx(10.0), 170), "the cheap epoch is forgotten, the validation none"
+    assert b["left"] == pytest.approx(30 * 10.0 + 30.0 * 30 / 170), "validations come on as often as they came"
+    assert rec.left == pytest.approx(b["left"])
+
+
+def test_a_run_of_unknown_length_has_a_pace_and_no_end(clock_: Clock) -> None:
+    rec = Record(None, say=lambda _text: None)
+    assert (rec.beat_values()["pace"], rec.beat_values()["left"]) == (None, None)
+    rec.begin(0)
+    clock_.now += 3.0
+    rec.step(loss=1.0)
+    assert (rec.beat_values()["pace"], rec.beat_values()["left"]) == (3.0, None)
+
+
 def test_figures_may_be_called_like_what_an_event_has_already(tmp_path: Path) -> None:
     own = {"rank": 7, "time": 0.25, "event": "x", "kind": 3, "memory": 5, "cpu": 1, "phases": 2, "left": 9, "by": "me"}
     with Record(tmp_path / "run", say=lambda _text: None, make=True) as rec:
