@@ -150,6 +150,7 @@ def test_progress_says_samples_tokens_pace_and_time_left(verifier: Verifier, pre
     assert said[-2].startswith(f"capture 30/30 samples · {tokens}/{tokens} tokens · ")
     assert said[-2].endswith(" tokens/s · 0 s left")
     assert said[-1].endswith("the head agrees with the verifier on 100.0% of checked positions")
+    assert layout.Manifest.load(tmp_path / "s").samples == 30
 
 
 def refused(verifier: Verifier, prepared: Path, output: Path, message: str, **settings: Any) -> None:

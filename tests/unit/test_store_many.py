@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from eyas.cli import app
 from eyas.errors import EyasError
 from eyas.store import layout
+from eyas.store.check import check
 from eyas.store.convert import convert
-from eyas.store.info import info
+from eyas.store.info import describe, info
 from eyas.store.layout import Manifest
 from eyas.store.merge import Merged, merge
 from eyas.store.reader import open_source
@@ -198,6 +199,52 @@ def test_info_tells_sizes_lengths_and_the_trained_share(tmp_path: Path) -> None:
     assert told["lengths"]["histogram"] == [[0, 16, 6], [64, 128, 1], [128, 256, 1], [256, 512, 1]]
     assert sum(n for _, _, n in told["lengths"]["histogram"]) == 9
     assert (told["lengths"]["min"], told["lengths"]["max"]) == (1, 400)
+
+
+def test_an_unfinished_store_is_told_with_what_to_do(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder, some in ((a, range(5)), (b, range(9))):
+        with StoreWriter(folder, replace(MANIFEST, samples=9), **SMALL) as store:
+            for i in some:
+                store.add(*sample(i))
+    (line,) = info(a)["remarks"]
+    assert line.startswith(f"{a} is unfinished: it has 5 of 9 samples: run the command that makes it again")
+    assert line in describe(info(a)) and info(a)["wanted_samples"] == 9
+    report = check(a, say=lambda _line: None)
+    assert (report["remarks"], report["ok"]) == ([line], True), "what is there is good"
+    assert info(b)["remarks"] == [], "all nine are there"
+    write(tmp_path / "old", range(5))  # a manifest that does not say how many
+    assert (info(tmp_path / "old")["remarks"], info(tmp_path / "old")["wanted_samples"]) == ([], None)
+    with StoreWriter(a, MANIFEST, **SMALL) as store:  # a writer that does not know the number goes on
+        for i in range(5, 9):
+            store.add(*sample(i))
+    assert info(a)["remarks"] == []
+
+
+def test_a_merge_says_which_folder_is_unfinished_and_a_conversion_stays_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    with StoreWriter(tmp_path / "a", replace(MANIFEST, samples=9), **SMALL) as store:
+        for i in range(5):
+            store.add(*sample(i))
+    merge([tmp_path / "a"], tmp_path / "all", said.append)
+    assert [line for line in said if line.startswith("warning: ")] == [
+        f"warning: {info(tmp_path / 'a')['remarks'][0]}; then merge again"
+    ]
+    assert "it has 5 of 9 samples" in info(tmp_path / "all")["remarks"][0]
+    (tmp_path / "a" / layout.QUARANTINE).write_text('{"s0": "not wanted"}')
+    convert(tmp_path / "a", tmp_path / "fp8", codec="fp8", say=lambda _line: None)
+    assert "it has 4 of 8 samples" in info(tmp_path / "fp8")["remarks"][0], "what is in quarantine is not missed"
+
+
+def test_samples_of_a_cut_shard_are_counted_as_lost(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(9))
+    shard = open_source(tmp_path / "a")._index.shards[0]  # type: ignore[attr-defined]
+    lost = sum(r.shard == shard for r in open_source(tmp_path / "a").records)  # type: ignore[attr-defined]
+    (tmp_path / "a" / shard).write_bytes(b"")
+    assert info(tmp_path / "a")["remarks"] == [
+        f"{lost} of 9 samples are lost: in {tmp_path / 'a'}, {shard} is truncated at byte 0: restore the file from a"
+        f" copy, or delete {tmp_path / 'a'} and make it again"
+    ]
 
 
 def test_the_command_line_merges_and_tells(tmp_path: Path) -> None:

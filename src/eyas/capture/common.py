@@ -80,6 +80,7 @@ def manifest_of(
         extractor=f"eyas {__version__}, {extractor}",
         revision=folder.name if folder.parent.name == "snapshots" else "",
         source=digest.hexdigest(),
+        samples=len(prepared.ids),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

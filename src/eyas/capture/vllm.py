@@ -18,7 +18,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,7 @@ def capture(
     if len(fitting) < len(every):
         left_out = len(every) - len(fitting)
         say(f"capture: {left_out:,} samples are left out: without a prompt, or too long for the verifier")
+    manifest = replace(manifest, samples=len(fitting))
     todo = sorted((c for c in fitting if c.name not in done), key=lambda c: -_longest(c, answers))
     check_space(output, [_longest(c, answers) for c in todo], manifest, say)
     if done:

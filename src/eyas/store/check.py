@@ -40,6 +40,7 @@ from eyas.store.costs import costs
 from eyas.store.reader import Source, StoreSource, open_source
 from eyas.store.remote import staged
 from eyas.store.scan import Progress, scan
+from eyas.store.whole import remarks
 from eyas.verifier import FinalNorm, Verifier
 
 SKETCH = 16  # random directions that stand for a row of states
@@ -112,6 +113,7 @@ def check(
         report["codecs"] = [c._asdict() for c in costs(source, original, verifier, {f.sample for f in findings})]
     elif against is not None:
         raise EyasError("--against compares through the verifier's head: name it (--verifier-path)")
+    report["remarks"] = remarks(source)
     report["skipped"] = [list(s) for s in source.skipped]
     report["findings"] = [f._asdict() for f in findings]
     report["ok"] = not findings and not source.skipped
@@ -142,6 +144,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     ]
     if report["same_tokens_twice"]:
         out.append(f"{report['same_tokens_twice']:,} samples have the tokens and states of another one")
+    out += report["remarks"]
     out += [f"left out {name}: {reason}" for name, reason in report["skipped"][:10]]
     counts = Counter(f["test"] for f in report["findings"])
     for test, count in counts.most_common():

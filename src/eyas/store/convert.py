@@ -98,7 +98,9 @@ def convert(
 def _manifest(source: Source, path: Path, verifier: Verifier | None) -> Manifest:
     created = datetime.now(UTC).isoformat(timespec="seconds")
     if isinstance(source, StoreSource):
-        return replace(source.manifest, created=created)
+        wanted = source.manifest.samples  # what the source leaves out does not make this one unfinished
+        left_out = sum(not name.startswith("journal-") for name, _ in source.skipped)
+        return replace(source.manifest, samples=max(0, wanted - left_out), created=created)
     if verifier is None:
         raise EyasError(f"{path} does not say whose states it holds: name the verifier (--verifier-path)")
     found = source.manifest
@@ -117,6 +119,7 @@ def _manifest(source: Source, path: Path, verifier: Verifier | None) -> Manifest
         fingerprint=verifier.fingerprint,
         extractor=f"{found.extractor}, converted by eyas {__version__}",
         source=digest.hexdigest(),
+        samples=len(source.ids),
         created=created,
     )
 

@@ -12,6 +12,7 @@ from eyas.store import layout
 from eyas.store.foreign.source import FORMATS, ForeignSource
 from eyas.store.reader import open_source
 from eyas.store.remote import staged
+from eyas.store.whole import remarks
 
 BAR = 40  # characters of the longest bar
 
@@ -57,6 +58,8 @@ def info(path: Path, say: Callable[[str], None] | None = None) -> dict[str, Any]
             "mean": round(tokens / len(lengths), 1),
             "histogram": [[lo, hi, int(n)] for lo, hi, n in zip(edges[:-1], edges[1:], counts, strict=True) if n],
         },
+        "wanted_samples": manifest.samples or None,
+        "remarks": remarks(source),
         "skipped": [list(s) for s in source.skipped],
     }
 
@@ -70,6 +73,7 @@ def describe(told: dict[str, Any]) -> str:
     ]
     most = max(n for _, _, n in of["histogram"])
     lines += [f"{lo:>9,} to {hi - 1:<9,} {n:>9,} {'#' * -(-n * BAR // most)}" for lo, hi, n in of["histogram"]]
+    lines += told["remarks"]
     lines += [f"left out: {name} {why}" for name, why in told["skipped"][:5]]
     if len(told["skipped"]) > 5:
         lines.append(f"left out: {len(told['skipped']):,} samples in all")

@@ -56,6 +56,7 @@ class Manifest:
     norm_side: "before" or "after" the final norm: the side that the last state is on ("unknown" without a verifier).
     source: hash of the tokens and masks that were captured, or "".
     codec: how values are stored (codecs.py); channels: of int8, the channels' sizes, float32 [layers, Ht] in base64.
+    samples: how many it was begun for, 0 where that is not known: fewer in the journals are an unfinished capture.
     last_rows: "all", or "trained" where the last layer has only the rows whose token is trained on, or "logits:k"
         where these rows are the verifier's k likeliest tokens in place of its last state (logits.py).
     """
@@ -76,6 +77,7 @@ class Manifest:
     codec: str = "bf16"
     last_rows: str = "all"
     channels: str = ""
+    samples: int = 0
     created: str = ""
     format: int = FORMAT
 
@@ -90,8 +92,12 @@ class Manifest:
         return self.layers[:-1] if self.logits else self.layers
 
     def differences(self, other: Manifest) -> list[str]:
-        """What keeps the two from sharing a store, as "norm_side before, not after"; the time of creation does not."""
-        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "created"]
+        """What keeps the two from sharing a store, as "norm_side before, not after".
+
+        The time of creation does not, nor the number of samples, which `source` tells better and older stores lack.
+        """
+        names = [f.name for f in fields(self) if f.name not in ("created", "samples")]
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         words = {"channels": "the int8 channels have other sizes", "source": "other prepared samples"}
         return [words.get(name, f"{name} {mine}, not {theirs}") for name, mine, theirs in pairs if mine != theirs]
 

@@ -27,6 +27,7 @@ from eyas.store import layout
 from eyas.store.layout import Manifest, Record
 from eyas.store.reads import Extent, Files, read_bytes
 from eyas.store.remote import check_local
+from eyas.store.whole import unfinished
 from eyas.store.writer import StoreWriter
 
 
@@ -68,10 +69,12 @@ def merge(folders: Sequence[Path], output: Path, say: Callable[[str], None] = pr
         manifest.create(output)
         seen = {r.id: _digest(r) for j in layout.journals(output) for r in layout.read_journal(j).records}
         for folder in folders:
-            before = done.added
+            before, named = done.added, set[str]()
             for journal in layout.journals(folder):
-                _merge_writer(folder, layout.writer_of(journal), output, seen, done)
+                named |= _merge_writer(folder, layout.writer_of(journal), output, seen, done)
             say(f"{folder}: {done.added - before:,} samples added")
+            for remark in unfinished(folder, len(named), Manifest.load(folder).samples):
+                say(f"warning: {remark}; then merge again")
     except OSError as error:
         raise EyasError(
             f"{output} cannot be written: {error.strerror}. What is recorded there is whole: make room, and run the"
@@ -93,25 +96,26 @@ def _common_manifest(folders: Sequence[Path], output: Path) -> Manifest:
     captured = sorted({m.source for _, m in manifests})
     if first_folder == output or len(captured) == 1:
         return first
-    return replace(first, source=xxhash.xxh3_64_hexdigest("".join(captured).encode()))
+    return replace(first, samples=0, source=xxhash.xxh3_64_hexdigest("".join(captured).encode()))
 
 
 def _digest(record: Record) -> tuple[str, ...]:
     return (record.text_xxh3, *(part.xxh3 for part in record.parts))
 
 
-def _merge_writer(folder: Path, writer: str, output: Path, seen: dict[str, tuple[str, ...]], done: Merged) -> None:
-    """Bring one writer's samples over: shards and tokens, then its journal."""
+def _merge_writer(folder: Path, writer: str, output: Path, seen: dict[str, tuple[str, ...]], done: Merged) -> set[str]:
+    """Bring one writer's samples over: shards and tokens, then its journal; returns the ids of all that it has."""
     if any(folder.glob(f"shard-{writer}-*{layout.OPEN_SUFFIX}")):
         StoreWriter(folder, Manifest.load(folder), writer=writer).close()
     path = layout.journal_path(folder, writer)
     records, broken, _ = layout.read_journal(path)
+    named = {r.id for r in records}
     records, left_out = _usable(folder, writer, records)
     done.damaged += [*broken, *left_out]
     lines = b"".join(r.line() for r in records)
     name = f"{re.sub(r'[^A-Za-z0-9]+', '_', folder.resolve().name)}_{writer}_{xxhash.xxh3_64_hexdigest(lines)}"
     if layout.journal_path(output, name).exists():
-        return  # an earlier run has brought it, as a whole
+        return named  # an earlier run has brought it, as a whole
     fresh: list[Record] = []
     for r in records:
         if r.id not in seen:
@@ -121,7 +125,7 @@ def _merge_writer(folder: Path, writer: str, output: Path, seen: dict[str, tuple
             done.duplicates += 1
             done.differing += seen[r.id] != _digest(r)
     if not fresh:
-        return
+        return named
     _copy(layout.tokens_path(folder, writer), layout.tokens_path(output, name))
     renamed = {}
     for shard in dict.fromkeys(r.shard for r in fresh):
@@ -136,6 +140,7 @@ def _merge_writer(folder: Path, writer: str, output: Path, seen: dict[str, tuple
     write_whole(layout.journal_path(output, name), written)
     sync_folder(output)
     done.added += len(fresh)
+    return named
 
 
 def _usable(folder: Path, writer: str, records: list[Record]) -> tuple[list[Record], list[tuple[str, str]]]:

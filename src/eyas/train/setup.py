@@ -14,6 +14,7 @@ from eyas.errors import EyasError
 from eyas.evaluate.kept import KeptHead
 from eyas.evaluate.offline import VerifierHead
 from eyas.store.reader import Source, unverified
+from eyas.store.whole import cut, remarks
 from eyas.train.batches import split_source
 from eyas.verifier import MLA, Verifier, VerifierConfig
 from eyas.vocab import DraftVocab
@@ -96,10 +97,13 @@ def training_samples(c: TrainConfig, source: Source, say: Callable[[str], None])
 
     Raises EyasError where nothing can be trained.
     """
-    for name, reason in source.skipped[:5]:
+    for remark in remarks(source):
+        say(f"warning: {remark}; training goes on with what is there")
+    skipped = [(name, reason) for name, reason in source.skipped if not cut(reason)]
+    for name, reason in skipped[:5]:
         say(f"skipped {name}: {reason}")
-    if len(source.skipped) > 5:
-        say(f"skipped {len(source.skipped):,} samples in all")
+    if len(skipped) > 5:
+        say(f"skipped {len(skipped):,} samples in all")
     K = c.max_seq_len
     train, val, unusable = split_source(source, K, c.val_ratio)
     if unusable:
