@@ -159,6 +159,18 @@ class TrainConfig(BaseModel):
         return found + [f"notify={url}" for url in self.notify]
 
 
+def found_again(about: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a run.yaml holds; relative folders as they are found from here: below the folder that the run
+    was started in, or else below this one. Raises ValueError, TypeError or KeyError for what is no run.yaml."""
+    config = dict(about["config"])
+    started_in = str(about.get("folder", ""))
+    for name in ("verifier_path", "data_dir", "vocab_mapping_dir", "init_from", "stage_dir"):
+        there = Path(started_in, str(config.get(name, "")))
+        if config.get(name) and there.is_dir() and there.absolute() != Path(config[name]).absolute():
+            config[name] = str(there)
+    return config
+
+
 def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:
     """Flags that are not None, over the YAML file, over the defaults; EyasError in one line for anything wrong.
 
@@ -178,6 +190,8 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:
         if not isinstance(values, dict):
             raise EyasError(f"--config {file} must hold names and values, one a line")
         # A saved run.yaml also tells versions and host; they are not settings.
+        if isinstance(values.get("config"), dict):
+            values = {**values, "config": found_again(values)}
         values = values.get("config", values)
         if not isinstance(values, dict):
             raise EyasError(f"--config {file}: 'config' must hold names and values")

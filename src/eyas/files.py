@@ -52,6 +52,38 @@ def refusal(e: BaseException) -> str:
     return f"{getattr(e, 'strerror', None) or text}: name another folder, or change this one's permissions"
 
 
+MADE = {  # what a folder holds, by the file of it that tells
+    "prepared.parquet": "prepared samples",
+    "manifest.json": "a store",
+    "run.yaml": "a training run",
+    "config.json": "a model or a drafter",
+    "vocab.json": "a draft vocabulary",
+}
+
+
+def check_unused(folder: Path, mine: str, what: str = "") -> None:
+    """EyasError where another command, or another tool, has written `folder`; mine: the name in MADE that may be there.
+
+    what: how the line names it; default the folder's name.
+    """
+    for name, holds in MADE.items():
+        if name != mine and (folder / name).is_file():
+            raise EyasError(f"{what or folder} holds {holds} ({name}): name another folder")
+    if found := next(folder.glob("data_*.pt"), None):
+        raise EyasError(f"{what or folder} holds another tool's samples ({found.name}, ...): name another folder")
+
+
+def check_figures(path: Path) -> None:
+    """EyasError where `path`, to which figures are to be written, is a file of another kind."""
+    if path.is_file() and path.stat().st_size:
+        try:
+            other = path.name in MADE or not isinstance(json.loads(path.read_bytes()), dict)
+        except (OSError, ValueError):
+            other = True
+        if other:
+            raise EyasError(f"--output {path} holds something else than figures: name another file")
+
+
 def check_writable(folder: Path, what: str) -> None:
     """EyasError in the name of `what` where `folder`, there or to be made, takes no file. Leaves nothing behind."""
     made: list[Path] = []

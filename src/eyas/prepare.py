@@ -26,7 +26,7 @@ import numpy.typing as npt
 from eyas.chat import HALF, BadConversation, Encoded, Message, encode, is_text, messages_of, prompt_ids, render
 from eyas.conversations import find_files, read_records
 from eyas.errors import EyasError
-from eyas.files import write_whole
+from eyas.files import check_unused, write_whole
 from eyas.regenerate import Regenerate, answer_again
 from eyas.verifier import Verifier, first_line
 
@@ -94,6 +94,7 @@ def prepare(
         raise EyasError(f"max_seq_len is {max_seq_len}: a sample needs two tokens at least")
     files = find_files(sources)
     _check_no_input(files, output_dir, regenerate is not None)
+    check_unused(output_dir, "prepared.parquet")
     tokenizer, template_hash = verifier.tokenizer, verifier.template_hash
     _check_template(verifier)
     count = _Count()
@@ -153,6 +154,11 @@ def read_prepared(folder: Path) -> Prepared:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    if folder.is_file():
+        raise EyasError(
+            f"{folder} is a file, and a folder that eyas prepare made is wanted: eyas prepare --data {folder} makes one"
+            " of conversations"
+        )
     manifest_path, samples_path = folder / "prepare.json", folder / "prepared.parquet"
     if not manifest_path.exists() or not samples_path.exists():
         raise EyasError(f"no prepared conversations in {folder}: make them with `eyas prepare`")

@@ -398,6 +398,8 @@ def read_config(path: Path, name: str | None = None) -> tuple[VerifierConfig, bo
     Raises EyasError when the file is missing or a size is.
     """
     top = _read_json(path / "config.json")
+    if _is_drafter(top):
+        raise EyasError(f"{path} is a drafter, and its verifier is wanted: name the model that it drafts for")
     text = next(_text_configs(top))
     merged = {**top, **{k: v for k, v in text.items() if v is not None}}
     model_type = str(merged.get("model_type", ""))
@@ -433,6 +435,13 @@ def read_config(path: Path, name: str | None = None) -> tuple[VerifierConfig, bo
         mla={k: merged[k] for k in MLA} if all(isinstance(merged.get(k), int) for k in MLA) else None,
     )
     return config, tied is False
+
+
+def _is_drafter(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE drafter (and not of a model whose name is Eagle)."""
+    named = [str(name).lower() for name in config.get("architectures") or []]
+    keys = ("draft_vocab_size", "speculators_model_type", "eagle_config")
+    return any(key in config for key in keys) or any("eagle3" in n or n.endswith("causallmeagle") for n in named)
 
 
 def _text_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.errors import EyasError
-from eyas.files import write_whole
+from eyas.files import check_unused, write_whole
 from eyas.prepare import Prepared, read_prepared
 from eyas.verifier import Verifier, first_line
 
@@ -142,6 +142,7 @@ def build(
 
     Raises EyasError when the source was made with another verifier, holds no trained token, or cannot be read.
     """
+    check_unused(output_dir, "vocab.json")
     if isinstance(source, Path):
         from eyas.store.remote import staged
 
@@ -173,6 +174,11 @@ def _open(path: Path, verifier: Verifier, say: Callable[[str], None]) -> Prepare
         if (path / "manifest.json").exists():
             say(f"{path} holds prepared samples and states: the vocabulary is chosen from the prepared samples")
         return read_prepared(path)
+    if path.is_file():
+        raise EyasError(
+            f"{path} is a file, and a folder that eyas prepare or eyas capture made is wanted: eyas prepare --data"
+            f" {path} makes one of conversations"
+        )
     from eyas.store.reader import open_source
 
     source: TokenSource = open_source(path, verifier.config, verifier.fingerprint, say)

@@ -91,7 +91,7 @@ def commands(tiny: Tiny, run: Path, output: Path, verifier: object) -> dict[str,
     }
 
 
-STARTED = ("d2t.npy", "drafter.json", "t2d.npy", "vocab.json")
+STARTED = ("d2t.npy", "drafter.json", "samples.json", "t2d.npy", "vocab.json")
 COMMANDS = ("prepare", "capture", "vocab", "train", "eval", "export", "import")
 
 
@@ -111,6 +111,27 @@ def test_a_folder_that_is_no_verifier(tiny: Tiny, run: Path, tmp_path: Path, eya
     (tmp_path / "empty").mkdir()
     assert_refused(eyas(*commands(tiny, run, tmp_path / "out", tmp_path / "empty")[name]), "no config.json")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_drafter_is_no_verifier(tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas, name: str) -> None:
+    result = eyas(*commands(tiny, run, tmp_path / "out", run / "best")[name])
+    assert_refused(
+        result, f"{run / 'best'} is a drafter, and its verifier is wanted: name the model that it drafts for"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_place_of_a_prepared_folder(tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas) -> None:
+    for name, folder in (("capture", tiny.prepared), ("vocab", tiny.prepared)):
+        call = commands(tiny, run, tmp_path / "out", tiny.verifier)[name]
+        result = eyas(*(tiny.conversations if word == folder else word for word in call))
+        assert_refused(
+            result,
+            f"{tiny.conversations} is a file, and a folder that eyas prepare",
+            f"made is wanted: eyas prepare --data {tiny.conversations} makes one of conversations",
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["capture", "vocab", "train", "eval", "export", "import"])
@@ -553,6 +574,40 @@ def test_an_export_does_not_replace_its_own_source(tiny: Tiny, run: Path, tmp_pa
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     result = eyas("export", out, "--output-dir", tmp_path / "bf16", "--verifier-path", tiny.verifier)
     assert result.code == 0  # an export can be exported, elsewhere
+
+
+MARKS = {  # of what each command writes, the file that tells it
+    "prepare": ("prepared.parquet", "prepared samples"), "capture": ("manifest.json", "a store"),
+    "train": ("run.yaml", "a training run"), "vocab": ("vocab.json", "a draft vocabulary"),
+    "export": ("config.json", "a model or a drafter"), "other": ("data_7.pt", "another tool's samples"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["prepare", "capture", "vocab", "train", "convert", "merge"])
+def test_no_command_writes_among_the_files_of_another(
+    tiny: Tiny, run: Path, tmp_path: Path, eyas: Eyas, name: str
+) -> None:
+    out = tmp_path / "out"
+    calls = commands(tiny, run, out, tiny.verifier) | {
+        "convert": ["store", "convert", tiny.store, out], "merge": ["store", "merge", tiny.store, "--output-dir", out],
+    }  # fmt: skip
+    own = "capture" if name in ("convert", "merge") else name
+    for other in MARKS.keys() - {own}:
+        mark, words = MARKS[other]
+        out.mkdir()
+        (out / mark).write_text("theirs")
+        assert_refused(eyas(*calls[name]), f"{out} holds {words} ({mark}", "name another folder")
+        assert [p.name for p in out.iterdir()] == [mark] and (out / mark).read_text() == "theirs"
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_figures_are_not_written_over_other_files(run: Path, tmp_path: Path, eyas: Eyas, command: str) -> None:
+    for name, text in (("states.safetensors", "\0states"), ("manifest.json", '{"format": 1}'), ("list.json", "[1]")):
+        (tmp_path / name).write_text(text)
+        result = eyas(command, run, "--output", tmp_path / name)
+        assert_refused(result, f"--output {tmp_path / name} holds something else than figures: name another file")
+        assert (tmp_path / name).read_text() == text
 
 
 @pytest.mark.parametrize("name", ["conversations.jsonl", "prepared.parquet"])

@@ -245,10 +245,45 @@ def test_a_warm_start_from_another_drafter_than_the_runs_is_refused_and_not_its_
 def test_a_run_whose_data_lost_a_sample_says_how_to_begin_another_from_it(tiny: Tiny, tmp_path: Path) -> None:
     store = shutil.copytree(tiny.store, tmp_path / "store")
     play(settings(tiny, tmp_path / "run", data_dir=store, epochs=2, save_every=2), kill_at=3)
-    name = json.loads(next(store.glob("journal-*.jsonl")).read_text().splitlines()[0])["id"]
-    (store / "quarantine.json").write_text(json.dumps({name: "checksum"}))
+    journal = next(store.glob("journal-*.jsonl"))
+    journal.write_bytes(journal.read_bytes().partition(b"\n")[2])
     told = resume(tmp_path / "run")
     assert told.codes == [2] and f"and --init-from {tmp_path / 'run'} to start from its best" in told.said[-1]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_goes_on_without_samples_that_were_shut_out_and_trains_each_other_one_once(
+    tiny: Tiny, tmp_path: Path, accumulation: int
+) -> None:
+    store, whole, cut = shutil.copytree(tiny.store, tmp_path / "store"), tmp_path / "whole", tmp_path / "cut"
+    flags = {"data_dir": store, "batch_tokens": 75, "grad_accumulation": accumulation, "save_every": 2}
+    assert play(settings(tiny, whole, **flags)).codes == [0]
+    planned = [name for step in trace(whole) for name in step["samples"]]
+    epoch, saved = len(planned) // 2, 2
+    assert sorted(planned[:epoch]) == sorted(planned[epoch:])
+    play(settings(tiny, cut, **flags), kill_at=3)
+    left = planned[sum(len(step["samples"]) for step in trace(cut)[:saved]) :]
+    kept = json.loads((cut / "start" / "samples.json").read_text())
+    validates = kept["ids"][kept["validate"][0]]
+    listed: list[str] = []
+    for more, kill_at in ((left[3:9], 7), ([left[12], validates], None)):  # whole packs among them
+        listed += more
+        (store / "quarantine.json").write_text(json.dumps(dict.fromkeys(listed, "checksum")))
+        cut.with_suffix(".0.jsonl").unlink()
+        went_on = play({"output_dir": cut, "resume": True}, kill_at=kill_at)
+        assert any(f"warning: {len(listed)} of the run's 40 samples are in quarantine" in x for x in went_on.said)
+        left = [name for name in left if name not in listed]
+        seen = [name for step in trace(cut) for name in step["samples"]]
+        assert seen == left[: len(seen)], "in the order that they would have had, each once"
+        trained, saved = trace(cut)[: steps(cut)[-1] - saved], steps(cut)[-1]
+        left = left[sum(len(step["samples"]) for step in trained) :]
+    assert went_on.codes == [0] and left == []
+    last, other = (
+        json.loads((run / "state" / f"step-{steps(run)[-1]:06d}" / "state.json").read_text()) for run in (cut, whole)
+    )
+    assert (last["packs"], last["identity"]) == (other["packs"], other["identity"]), "the schedule has come to its end"
+    (store / "quarantine.json").unlink()
+    assert not any("quarantine" in line for line in resume(cut).said)
 
 
 def test_a_warm_started_run_goes_on_to_the_bit_when_what_it_started_from_is_gone(tiny: Tiny, tmp_path: Path) -> None:
@@ -267,11 +302,48 @@ def test_a_warm_started_run_goes_on_to_the_bit_when_what_it_started_from_is_gone
     total = len(trace(whole))
     assert same(tensors(output, total), tensors(whole, total))
     assert same(load_file(output / "last/model.safetensors"), load_file(whole / "last/model.safetensors"))
+    (output / "start").rename(tmp_path / "start")
+    missing = resume(output)
+    assert missing.codes == [2] and missing.said[-1].endswith(
+        f"and {output / 'start'}, which would stand in for it, is missing or damaged"
+    )
+    (tmp_path / "start").rename(output / "start")
     shutil.rmtree(output / "state")  # the weights that it began with are nowhere now
     refused = resume(output)
     assert refused.codes == [2]
     assert f"--init-from: {before} is neither a run directory with a best checkpoint" in refused.said[-1]
     assert refused.said[-1].endswith(f"and {output} has no state to go on from without it")
+
+
+def test_a_run_goes_on_from_its_own_copies_where_what_it_started_from_is_another_by_now(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    before, vocab, whole, output = (tmp_path / name for name in ("before", "vocab", "whole", "run"))
+    shutil.copytree(tiny.vocab, vocab)
+    play(settings(tiny, before, epochs=1, batch_tokens=2000, intermediate_size=96))
+    flags = {"init_from": before, "vocab_mapping_dir": vocab, "save_every": 2}
+    assert play(settings(tiny, whole, **flags)).codes == [0]
+    play(settings(tiny, output, **flags), kill_at=3)
+    (before / "best/model.safetensors").write_bytes(b"cut")
+    (vocab / "t2d.npy").write_bytes(b"cut")
+    went_on = resume(output)
+    assert went_on.codes == [0], went_on.said
+    (told,) = [line for line in went_on.said if "the run's own copy is taken" in line]
+    assert told.startswith(f"--vocab-mapping-dir {vocab} cannot be used any more (")
+    total = len(trace(whole))
+    assert same(tensors(output, total), tensors(whole, total))
+
+
+def test_a_run_is_resumed_from_any_folder(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "run"
+    monkeypatch.chdir(tiny.store.parent)
+    flags = {name: os.path.relpath(getattr(tiny, name)) for name in ("verifier", "store", "vocab")}
+    places = {"verifier_path": flags["verifier"], "data_dir": flags["store"], "vocab_mapping_dir": flags["vocab"]}
+    play({**settings(tiny, output, save_every=2), **places}, kill_at=3)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    went_on = resume(output)
+    assert went_on.codes == [0] and any(line.startswith("goes on from ") for line in went_on.said)
 
 
 def test_data_kept_in_another_way_are_other_data(tiny: Tiny, stopped: Path, tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ from eyas.evaluate.engine_figures import by_task, figures, line, table, told
 from eyas.evaluate.hosted import Host
 from eyas.evaluate.run import check_verifier, find_checkpoint, prompt_of, spread, verifier_of
 from eyas.evaluate.served import Server
-from eyas.files import check_writable, write_json
+from eyas.files import check_figures, check_writable, write_json
+from eyas.interrupt import MEASURED
 from eyas.store.reader import open_source
 from eyas.store.remote import staged
 from eyas.train.batches import split_source
@@ -111,10 +112,12 @@ def bench(path: Path, options: BenchOptions, output: Path | None = None, say: Sa
     if output is not None:  # said now, not when the work is done
         if output.is_dir():
             raise EyasError(f"{output} is a folder: name a file for the figures (--output)")
+        check_figures(output)
         check_writable(output.absolute().parent, f"the figures {output}")
     runs = make_runs(prompts, options)
     about: dict[str, Any] = {"engine": "a server", "mended": False}
     measured, result = dict[int, dict[str, Any]](), dict[str, Any]()
+    kept: Path | None = None  # the file, where it holds what `result` does
     try:
         with ExitStack() as ends:
             host = None if options.url else ends.enter_context(Host(options.engine_python))
@@ -130,7 +133,9 @@ def bench(path: Path, options: BenchOptions, output: Path | None = None, say: Sa
                     measured[k] = found["runs"]
                 say(line(k, measured[k]))
                 result = {"complete": False} | _result(measured, verifier, folder, dtype, asked, options) | about
+                kept = None
                 _keep(output, result)
+                kept = output
         if options.explain:
             for entry in result["drafted"]:
                 k = entry["draft_tokens"]
@@ -139,12 +144,15 @@ def bench(path: Path, options: BenchOptions, output: Path | None = None, say: Sa
                 )
         if options.agree:
             result["agreement"] = agreeing(verifier, folder, prompts, measured, options, say)
-    except (KeyboardInterrupt, EyasError):
-        if result:
-            _show(result, output, say)
+        _keep(output, result | {"complete": True})
+    except (KeyboardInterrupt, Exception) as error:  # whatever it is, minutes of measuring are not lost with it
+        if not result:
+            raise
+        _show(result, kept, say)
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(MEASURED.format(f" and in {kept}" if kept else "")) from None
         raise
     result["complete"] = True
-    _keep(output, result)
     _show(result, output, say)
     if far := [r for r in result.get("agreement", []) if r["apart"] > agreement.WITHIN]:
         said = f"decodes {far[0]['decoded']:.3f} and simulates {far[0]['simulated']:.3f}: run eyas check on it"

@@ -21,13 +21,14 @@ import numpy as np
 import torch
 import yaml
 
+from eyas.config import found_again
 from eyas.device import compute_dtype, pick_device
 from eyas.drafter.checkpoint import checkpoint_layers, load_checkpoint
 from eyas.drafter.model import Drafter
 from eyas.errors import EyasError
 from eyas.evaluate.decode import Decoded, EagleDraft, decode, near_tie
 from eyas.evaluate.offline import OfflineFigures, evaluate
-from eyas.files import check_writable, write_json
+from eyas.files import check_figures, check_writable, write_json
 from eyas.record.record import Record
 from eyas.regenerate import end_token_ids
 from eyas.store.reader import Source, open_source
@@ -75,23 +76,12 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
         if (parent / "run.yaml").exists():
             try:
                 about = yaml.safe_load((parent / "run.yaml").read_text())
-                return folder, {**_found_again(about), "run_dir": str(parent)}
+                return folder, {**found_again(about), "run_dir": str(parent)}
             except OSError as e:
                 raise EyasError(f"{parent / 'run.yaml'} cannot be read: {e.strerror}") from None
             except (ValueError, TypeError, KeyError, yaml.YAMLError):
                 raise EyasError(f"{parent / 'run.yaml'} cannot be read: it is not what eyas train wrote") from None
     return folder, {}
-
-
-def _found_again(about: dict[str, Any]) -> dict[str, Any]:
-    """The settings that run.yaml holds; relative folders as they are found from here: below the folder that the run was
-    started in, or else below this one."""
-    config = dict(about["config"])
-    for name in ("verifier_path", "data_dir"):
-        there = Path(about.get("folder", ""), str(config.get(name, "")))
-        if config.get(name) and there.is_dir():
-            config[name] = str(there)
-    return config
 
 
 def verifier_of(run: dict[str, Any], given: str | None, trust_remote_code: bool) -> Verifier:
@@ -138,6 +128,7 @@ def evaluate_checkpoint(
     if output is not None:  # before minutes of work
         if output.is_dir():
             raise EyasError(f"--output {output} is a folder: name a file")
+        check_figures(output)
         check_writable(output.parent, str(output))
     max_seq_len = options.max_seq_len or run.get("max_seq_len", 2048)
     val_ratio = run.get("val_ratio", 0.1) if options.val_ratio is None else options.val_ratio

@@ -48,6 +48,7 @@ ROW_DIFFERS = 0.25  # of its size; the same row out of other batches differs by 
 AGREEMENT_SAMPLES = 256  # looked at through the head
 AGREEMENT_ROWS = 64  # of each
 EVERY = "*"  # stands for all samples in a finding
+LEAVE_OUT = ", or leave such samples out: "  # how a reader's words about a sample go on (reads.py)
 FEW = 16  # positions below which a sample's agreement says nothing
 
 
@@ -113,6 +114,8 @@ def check(
         report["codecs"] = [c._asdict() for c in costs(source, original, verifier, {f.sample for f in findings})]
     elif against is not None:
         raise EyasError("--against compares through the verifier's head: name it (--verifier-path)")
+    if quarantine:  # what the reader advises is being done
+        findings = [f._replace(detail=f.detail.partition(LEAVE_OUT)[0]) for f in findings]
     report["remarks"] = remarks(source)
     report["skipped"] = [list(s) for s in source.skipped]
     report["findings"] = [f._asdict() for f in findings]

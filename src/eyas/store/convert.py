@@ -24,7 +24,7 @@ from torch import Tensor
 from eyas import __version__
 from eyas.device import pick_device
 from eyas.errors import EyasError
-from eyas.files import size_text
+from eyas.files import check_unused, size_text
 from eyas.store import codecs, layout
 from eyas.store.layout import Manifest
 from eyas.store.logits import TopK, make_top_k
@@ -58,6 +58,7 @@ def convert(
     source_path = staged(source_path, say)
     if output.resolve() == source_path.resolve():
         raise EyasError(f"{output} is the source: name another folder for the store")
+    check_unused(output, layout.MANIFEST)
     fingerprint = verifier.fingerprint if verifier is not None else None
     source = open_source(source_path, verifier.config if verifier is not None else None, fingerprint, say)
     manifest = _in_codec(_manifest(source, source_path, verifier), source, output, codec, last)

@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from eyas.errors import EyasError
-from eyas.files import sync_folder, write_whole
+from eyas.files import check_unused, sync_folder, write_whole
 from eyas.store import layout
 from eyas.store.layout import Manifest, Record
 from eyas.store.reads import Extent, Files, read_bytes
@@ -62,6 +62,7 @@ def merge(folders: Sequence[Path], output: Path, say: Callable[[str], None] = pr
         check_local(path)
     if output.resolve() in [f.resolve() for f in folders]:
         raise EyasError(f"{output} cannot be merged into itself: name another folder for the merged store")
+    check_unused(output, layout.MANIFEST)
     manifest = _common_manifest(folders, output)
     done = Merged()
     try:

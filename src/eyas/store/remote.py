@@ -41,7 +41,9 @@ SAY_SECONDS = 2.0
 KEPT = ".staged.json"  # {file: [size, etag]} of what is whole in the folder
 _SIDE = re.compile(r"\..*\.[0-9a-f]{16}\.part")
 _URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/]+)/?(.*)")  # pathlib makes one slash of two
-_ANY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,3}(.*)")
+# What pathlib has made of a URL (one slash) is told from a path such as `exp:/x` by the schemes that there are.
+_WEB = ("http", "https", "ftp", "sftp", "ssh", "file", "hdfs", "hf", "gcs", "r2", "oss", "cos", "obs", "wasb", "wasbs")
+_ANY_URL = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]+(?=://)|(?:{'|'.join((*SCHEMES, *_WEB))})(?=:/)):/{{1,3}}(.*)")
 
 Say = Callable[[str], None]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from eyas.errors import EyasError
 from eyas.evaluate.offline import OfflineFigures, evaluate
 from eyas.files import check_writable, write_json
 from eyas.record.record import Record
+from eyas.store.layout import quarantined
 from eyas.store.reader import open_source
 from eyas.store.readpath import ReadPath
 from eyas.store.remote import staged
@@ -34,7 +36,8 @@ from eyas.train.batches import Batch, Loader, epoch_order, pack
 from eyas.train.objective import Objective, pack_seed
 from eyas.train.optim import Average, check_optimiser, learning_rate, make_optimisers, optimiser_tensors, set_rate
 from eyas.train.parallel import Ranks, held_back, other_ranks_gone, spread, whole
-from eyas.train.rundir import keep_start, link, open_run, refuse_another_run, save_run
+from eyas.train.rundir import START, keep_start, link, open_run, refuse_another_run, save_run
+from eyas.train.samples import Samples, kept_samples
 from eyas.train.setup import aux_layers, training_samples, verifier_head
 from eyas.train.start import make_drafter
 from eyas.train.state import Progress, States, about_state, check_identity, identity, progress, prune
@@ -73,10 +76,14 @@ class Run:
         # Filling the cache costs more than reading past it, and one epoch never comes back to it.
         cache_gb = 0 if config.epochs == 1 and config.cache_gb == "auto" else config.cache_gb
         self.reads = ReadPath(self.source, cache_gb=cache_gb, device=self.device, say=self.say)
-        self.train_samples, self.val_samples = training_samples(config, self.source, self.say)
-        self.record.enter("reading verifier")
         self.states = States(config.output_dir, self.ranks, config.keep)
-        begun = config.resume and self.states.newest(lambda _text: None) is not None
+        self.found = self.states.newest(self.say) if config.resume else None
+        begun = self.found is not None
+        self.samples, self.now = self._samples(folder)
+        self.train_samples, self.val_samples = (
+            [i for i in self.now[which].tolist() if i >= 0] for which in (self.samples.train, self.samples.validate)
+        )
+        self.record.enter("reading verifier")
         self.drafter, self.vocab = make_drafter(config, self.verifier, self.source, self.dtype, self.say, begun)
         self.drafter.to(self.device)
         self.head = verifier_head(self.verifier, self.source, self.vocab, self.device, self.dtype)
@@ -102,9 +109,10 @@ class Run:
         self.costs = [WARMUP_COST if epoch < alone else 1.0 for epoch in range(config.epochs)]
         self.work = sum(cost * len(packs) for cost, packs in zip(self.costs, self.epochs, strict=True))
         self.per_step = config.grad_accumulation * self.ranks.world
-        self.total = sum(math.ceil(len(packs) / self.per_step) for packs in self.epochs)
+        self.total = sum(math.ceil(_filled(packs) / self.per_step) for packs in self.epochs)
         shapes = {name: list(p.shape) for name, p in self.drafter.named_parameters()}  # whole, though FSDP2 shards them
         self.identity = identity(config, self.verifier, self.source, self.vocab, self.dtype, shapes)
+        self.identity["data"] = self.samples.digest  # of all that it was begun with
         self.at = Progress()
         self.ended: str | None = None
         self.stop = Stop()
@@ -116,9 +124,28 @@ class Run:
         """Optimiser steps done."""
         return self.at.step
 
+    def _samples(self, folder: Path) -> tuple[Samples, np.ndarray]:
+        """The samples that the run was begun with, and where each is in the source: -1 where it is shut out since."""
+        train, val = training_samples(self.config, self.source, self.say)
+        here = Samples(self.source.ids, self.source.lengths, self.source.trained, train, val)
+        was = kept_samples(self.config.output_dir / START) if self.found is not None else None
+        if self.found is None or was is None or was.digest == here.digest:
+            return here, np.arange(len(here.ids))
+        now = was.now(self.source, quarantined(folder)) if was.digest == self.found[1]["identity"]["data"] else None
+        if now is None or not (now[was.train] >= 0).any():
+            return here, np.arange(len(here.ids))  # which `check_identity` refuses
+        self.say(
+            f"warning: {int((now < 0).sum()):,} of the run's {len(was.ids):,} samples are in quarantine since: it goes"
+            " on without them, every other one once an epoch as before, and from here on not bit for bit as it would"
+        )
+        return was, now
+
     def _packs(self, epoch: int) -> list[list[int]]:
-        order = epoch_order(self.train_samples, self.config.seed, epoch)
-        return pack(order, self.source.lengths, self.batch_tokens, self.config.max_seq_len)
+        """The epoch's packs, as of all samples that the run was begun with: one whose samples are all shut out since is
+        empty, and keeps its place."""
+        begun, cut = self.samples, self.config.max_seq_len
+        packs = pack(epoch_order(begun.train, self.config.seed, epoch), begun.lengths, self.batch_tokens, cut)
+        return [[i for i in self.now[samples].tolist() if i >= 0] for samples in packs]
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -138,7 +165,7 @@ class Run:
             self._go_on()
             if self.ranks.first:
                 save_run(c, self.source, self.verifier)
-                keep_start(c.output_dir, self.drafter.config, self.vocab, anew=self.step == 0)
+                keep_start(c.output_dir, self.drafter.config, self.vocab, self.samples, anew=self.step == 0)
             self.record.open()
             self._introduce()
             self.began, self.seconds_before, self.steps_before = time.monotonic(), self.at.seconds, self.step
@@ -164,17 +191,14 @@ class Run:
         """With --resume, be where the newest whole state is."""
         if not self.config.resume:
             return
-        found = self.states.newest(self.say)
-        if found is None:
+        if self.found is None:
             self.say("no state is saved yet: starts at the beginning")
             return
-        folder, about = found
+        folder, about = self.found
         check_identity(self.config.output_dir, about["identity"], self.identity, about["ranks"] == self.ranks.world)
         at = self.at = progress(about)
         self.states.load(folder, self._tensors())
-        left = [
-            len(packs) - (at.position if e == at.epoch else 0) for e, packs in enumerate(self.epochs) if e >= at.epoch
-        ]
+        left = [_filled(packs[at.position if e == 0 else 0 :]) for e, packs in enumerate(self.epochs[at.epoch :])]
         self.total = at.step + sum(math.ceil(packs / self.per_step) for packs in left)
         self.say(f"goes on from {folder}: {at.step:,} steps are done")
         before = about["ranks"] * about["grad_accumulation"]
@@ -248,20 +272,20 @@ class Run:
         """The steps of an epoch that are left; returns at its end, or where the run is told to stop."""
         c, at, packs = self.config, self.at, self.epochs[epoch]
         K = 1 if epoch < c.ttt_warmup_epochs else c.ttt_steps
-        steps = [
-            list(range(i, min(i + self.per_step, len(packs)))) for i in range(at.position, len(packs), self.per_step)
-        ]
+        left = [i for i in range(at.position, len(packs)) if packs[i]]
+        steps = [left[i : i + self.per_step] for i in range(0, len(left), self.per_step)]
+        ends = [*(step[0] for step in steps[1:]), len(packs)]  # the position behind each
         mine = [packs[i] for step in steps for i in step[self.ranks.rank :: self.ranks.world]]
         loader = Loader(
             self.reads, mine, K, c.max_seq_len, c.num_workers, device=self.device, group=c.grad_accumulation
         )
         batches = self.record.data(loader, self.source.ids.__getitem__, "copying")
         waited = at.waited
-        for step in steps:
+        for step, end in zip(steps, ends, strict=False):
             metrics = self._step(epoch, step, K, batches)
             if metrics is None:
                 break
-            at.step, at.position, at.packs = at.step + 1, at.position + len(step), at.packs + len(step)
+            at.step, at.position, at.packs = at.step + 1, end, at.packs + end - at.position
             tokens = sum(int(np.minimum(self.source.lengths[packs[i]], c.max_seq_len).sum()) for i in step)
             at.tokens, at.metrics, at.waited = at.tokens + tokens, metrics, waited + loader.waited
             self.record.step(
@@ -273,6 +297,8 @@ class Run:
                 self.record.enter("saving")
                 self._save_state()
         batches.close()
+        if not steps:
+            at.position, at.packs = len(packs), at.packs + len(packs) - at.position
 
     def _names(self, epoch: int, indices: list[int]) -> Callable[[], list[str]]:
         """The ids of the samples in these packs, looked up when they are needed."""
@@ -439,3 +465,8 @@ class Run:
         lengths = [v["accept_length"] for v in self.at.validations]
         n = self.config.patience
         return n is not None and len(lengths) > n and max(lengths[-n:]) <= max(lengths[:-n])
+
+
+def _filled(packs: list[list[int]]) -> int:
+    """How many of the packs hold a sample."""
+    return sum(map(bool, packs))

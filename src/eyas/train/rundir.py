@@ -14,23 +14,26 @@ import transformers
 import yaml
 
 import eyas
-from eyas.config import TrainConfig
+from eyas.config import TrainConfig, found_again
 from eyas.drafter.mla import MlaSizes
 from eyas.drafter.model import DrafterConfig
 from eyas.errors import EyasError
-from eyas.files import write_json, write_whole
+from eyas.files import check_unused, write_json, write_whole
 from eyas.store.reader import Source
+from eyas.train.samples import NAME as SAMPLES
+from eyas.train.samples import Samples
 from eyas.train.state import States
 from eyas.train.stop import resume_command
 from eyas.verifier import Verifier
 from eyas.vocab import DraftVocab
 from eyas.vocab import load as load_vocab
 
-START = "start"  # in a run directory: the sizes and the draft vocabulary of its drafter
+START = "start"  # in a run directory: the sizes and the draft vocabulary of its drafter, and its samples
 
 
 def refuse_another_run(config: TrainConfig) -> None:
-    """Raises EyasError where the run directory holds a run that is not to be gone on with."""
+    """Raises EyasError where the run directory holds a run that is not to be gone on with, or is no run's."""
+    check_unused(config.output_dir, "run.yaml", f"--output-dir {config.output_dir}")
     if (config.output_dir / "run.yaml").exists() and not config.resume:
         raise EyasError(
             f"--output-dir {config.output_dir} holds a run: go on with it by --resume, or name a new folder"
@@ -60,8 +63,9 @@ def save_run(config: TrainConfig, source: Source, verifier: Verifier) -> None:
         raise EyasError(f"{path} is not what eyas train wrote: name a new --output-dir") from None
 
 
-def keep_start(run: Path, drafter: DrafterConfig, vocab: DraftVocab, anew: bool) -> None:
-    """Keep the drafter's sizes and vocabulary, so that the run goes on when what they were taken from is gone.
+def keep_start(run: Path, drafter: DrafterConfig, vocab: DraftVocab, samples: Samples, anew: bool) -> None:
+    """Keep the drafter's sizes and vocabulary, so that the run goes on when what they were taken from is gone, and the
+    list of its samples, so that it goes on when some are shut out.
 
     anew: the run starts at its beginning, whatever an earlier start has left here.
     """
@@ -69,7 +73,17 @@ def keep_start(run: Path, drafter: DrafterConfig, vocab: DraftVocab, anew: bool)
         (run / START / "drafter.json").unlink(missing_ok=True)
     if not (run / START / "drafter.json").exists():
         vocab.save(run / START)
+        _keep_samples(run, samples)
         write_json(run / START / "drafter.json", drafter.to_dict())  # the last file: with it the folder is whole
+    elif not (run / START / SAMPLES).exists():  # begun by an eyas that kept no list
+        _keep_samples(run, samples)
+
+
+def _keep_samples(run: Path, samples: Samples) -> None:
+    try:
+        samples.save(run / START)
+    except OSError as e:
+        raise EyasError(f"--output-dir {run}: {e.strerror or e}") from None
 
 
 def kept_start(run: Path) -> tuple[DrafterConfig, DraftVocab] | None:
@@ -80,6 +94,14 @@ def kept_start(run: Path) -> tuple[DrafterConfig, DraftVocab] | None:
         return DrafterConfig(**{**sizes, "mla": mla}), load_vocab(run / START)
     except (OSError, ValueError, KeyError, TypeError, EyasError):
         return None
+
+
+def begun_with(run: Path) -> dict[str, Any]:
+    """The settings in run.yaml, with its folders as they are found from here; none where it cannot be read."""
+    try:
+        return found_again(yaml.safe_load((run / "run.yaml").read_text()))
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return {}
 
 
 def about_run(config: TrainConfig, source: Source, verifier: Verifier, before: dict[str, Any]) -> dict[str, Any]:

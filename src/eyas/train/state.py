@@ -36,6 +36,7 @@ from eyas.errors import EyasError
 from eyas.files import refusal, sync_folder, write_whole
 from eyas.store.reader import Source
 from eyas.train.parallel import Ranks
+from eyas.train.samples import digest
 from eyas.verifier import Verifier
 from eyas.vocab import DraftVocab
 
@@ -76,15 +77,11 @@ def identity(
     shapes: dict[str, list[int]],
 ) -> dict[str, Any]:
     """What must be the same for a run to go on, as plain values. shapes: of the drafter's parameters, by name."""
-    data = xxhash.xxh3_64()
-    data.update("\n".join(source.ids).encode())
-    data.update(source.lengths.tobytes())
-    data.update(source.trained.tobytes())
     settings = {name: value for name, value in config.resolved().items() if name not in FREE}
     manifest = source.manifest
     return {
         "verifier": verifier.fingerprint,
-        "data": data.hexdigest(),
+        "data": digest(source.ids, source.lengths, source.trained),
         "layers": [*manifest.layers, manifest.norm_side],
         # Rows that are left out where nothing is trained are read by nobody; all else makes other numbers.
         "codec": manifest.codec + (f", logits:{manifest.logits}" if manifest.logits else ""),
@@ -115,7 +112,10 @@ def check_identity(folder: Path, was: dict[str, Any], now: dict[str, Any], same_
     if differs:
         do = "name a new --output-dir"
         if "data" in differs:  # one that begins anew may start from what this one has learnt
-            do = f"samples came, went or are in quarantine since: {do}, and --init-from {folder} to start from its best"
+            do = (
+                "samples came or went since, and a run goes on without none but those in quarantine: restore them, or"
+                f" {do}, and --init-from {folder} to start from its best"
+            )
         raise EyasError(f"--resume: the run in {folder} has other {', '.join(differs)}: {do}")
 
 
