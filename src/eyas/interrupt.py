@@ -21,7 +21,7 @@ from eyas.train.stop import AT_ONCE, SIGNALS
 
 NOTHING = "nothing is kept of it: run the same command again"
 GOES_ON = "what is recorded in {} is kept, and the same command goes on there"
-MEASURED = "what was measured stands above and in the file of figures: the same command measures everything again"
+MEASURED = "what was measured stands above{}: the same command measures everything again"
 ANSWERS = "the whole batches in {} are kept, and the same command goes on there"
 RESUME = "the same command with --resume goes on from the newest state in {}, or starts where there is none"
 
@@ -33,7 +33,8 @@ def interruptible(
     """A command's block. kept: what is left of it and how to go on, one line; its `{}` becomes `where`.
 
     When one of `signals` comes, the block sees KeyboardInterrupt; then the line goes to standard error and SystemExit
-    is raised with 128 + the signal's number.
+    is raised with 128 + the signal's number. A block that knows better what is left of it raises KeyboardInterrupt
+    anew, with the line.
     """
     asked: list[tuple[int, float]] = []
 
@@ -48,16 +49,16 @@ def interruptible(
 
     main = threading.current_thread() is threading.main_thread()
     before = {s: signal.signal(s, hear) for s in signals} if main else {}
-    interrupted = False
+    interrupted, said = False, kept.format(where)
     try:
         yield
-    except KeyboardInterrupt:
-        interrupted = True
+    except KeyboardInterrupt as e:
+        interrupted, said = True, str(e) or said
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if interrupted:
         last = asked[0][0] if asked else int(signal.SIGINT)
         how = "interrupted" if last == signal.SIGINT else f"ended by {signal.Signals(last).name}"
-        print(f"eyas: {how}: {kept.format(where)}", file=sys.stderr, flush=True)
+        print(f"eyas: {how}: {said}", file=sys.stderr, flush=True)
         sys.exit(128 + last)

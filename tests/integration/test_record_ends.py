@@ -203,7 +203,9 @@ def test_why_answers_from_the_beat_and_proc(tmp_path: Path) -> None:
             answer = why(target)
             assert answer["verdict"] == "healthy.training" and answer["took_s"] < 1.0, answer["sentence"]
             assert answer["beat"]["agrees"] and answer["beat"]["pid"] == toy.process.pid
-            assert 1 < answer["progress"]["step"] < 100_000 and answer["progress"]["seconds_per_step"] > 0.004
+            told = answer["progress"]
+            assert 1 < told["step"] < 100_000 and told["seconds_per_step"] > 0.004
+            assert told["eta_s"] == pytest.approx(told["seconds_per_step"] * (100_000 - told["step"]), rel=0.1)
         os.kill(toy.process.pid, signal.SIGSTOP)
         answer = why(toy.folder)
         assert answer["verdict"] == "stuck.stopped" and answer["beat"]["differs"]

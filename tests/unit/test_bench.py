@@ -19,7 +19,7 @@ from eyas.evaluate import engines
 from eyas.evaluate.engine_figures import by_task, figures, table
 from eyas.evaluate.engines import BenchOptions, Prompt, bench, drafts_of, prompts_from, task_of
 from eyas.evaluate.served import Server, read_metrics
-from eyas.interrupt import MEASURED, interruptible
+from eyas.interrupt import interruptible
 
 VLLM = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -150,7 +150,7 @@ def test_a_sweep_that_is_stopped_keeps_what_it_measured_and_says_it(
         if text == "bench: 3 drafts a round":
             os.kill(os.getpid(), number)
 
-    with pytest.raises(SystemExit) as ended, interruptible(MEASURED):
+    with pytest.raises(SystemExit) as ended, interruptible():
         bench(*sweep, figures_file, say)
     assert ended.value.code == 128 + number
     assert seen == [[], [1], [1, 2]]
@@ -159,7 +159,8 @@ def test_a_sweep_that_is_stopped_keeps_what_it_measured_and_says_it(
     assert kept["drafted"][1]["greedy"]["accept_length"] == pytest.approx(2.2) and kept["drafted"][1]["identical"] == 3
     rows = [line.split()[0] for line in lines[-2].splitlines()[2:5]]
     assert rows == ["none", "1", "2"] and lines[-1] == f"figures so far: {figures_file}"
-    assert "in the file of figures: the same command measures everything again" in capsys.readouterr().err
+    said = f"what was measured stands above and in {figures_file}: the same command measures everything again"
+    assert said in capsys.readouterr().err
     assert [p.name for p in figures_file.parent.iterdir()] == ["bench.json"], "nothing half-written"
 
     bench(*sweep, figures_file, lines.append)
@@ -186,6 +187,58 @@ def test_a_sweep_whose_server_goes_away_keeps_what_it_measured(
     kept = json.loads((tmp_path / "bench.json").read_text())
     assert not kept["complete"] and kept["drafted"] == [] and kept["best"] is None
     assert lines[-2].splitlines()[-1].split()[0] == "none"
+
+
+def test_a_sweep_that_is_stopped_waits_for_no_request_and_claims_no_figures(
+    sweep: tuple[Path, BenchOptions],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    held, answered = threading.Event(), threading.Event()
+    whole = Server._answer
+
+    def answer(self: Server, run: dict[str, Any], i: int) -> tuple[str, int, float]:
+        if run["name"] == "greedy":
+            os.kill(os.getpid(), signal.SIGINT)
+            held.wait(30)  # a request under way, which nobody may wait for
+            answered.set()
+        return whole(self, run, i)
+
+    monkeypatch.setattr(Server, "_answer", answer)
+    with pytest.raises(SystemExit), interruptible():
+        bench(*sweep, tmp_path / "bench.json", lambda _line: None)
+    assert not answered.is_set()
+    held.set()
+    assert "nothing is kept of it" in capsys.readouterr().err and not (tmp_path / "bench.json").exists()
+
+
+def test_whatever_ends_a_sweep_its_table_is_said_and_no_file_that_was_not_written(
+    sweep: tuple[Path, BenchOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_path: Path, _value: Any) -> None:
+        raise EyasError("cannot write bench.json: No space left on device")
+
+    folder, options = sweep
+    lines: list[str] = []
+    with monkeypatch.context() as patch, pytest.raises(EyasError, match="No space left"):
+        patch.setattr(engines, "write_json", full)
+        bench(folder, options, tmp_path / "bench.json", lines.append)
+    assert lines[-1].splitlines()[2].split()[0] == "none" and not any("figures" in line for line in lines)
+
+    real = engines._ask
+
+    def broken(url: str | None, *given: Any) -> Any:
+        if any(line == "bench: 1 drafts a round" for line in lines):
+            raise IndexError("of a model's code")
+        return real(url, *given)
+
+    lines.clear()
+    monkeypatch.setattr(engines, "_ask", broken)
+    with pytest.raises(IndexError):
+        bench(folder, options, tmp_path / "bench.json", lines.append)
+    assert lines[-2].splitlines()[2].split()[0] == "none"
+    assert lines[-1] == f"figures so far: {tmp_path / 'bench.json'}"
 
 
 def test_a_server_that_refuses_is_quoted(url: str) -> None:

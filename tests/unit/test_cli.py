@@ -84,7 +84,7 @@ def test_a_recorder_and_a_stage_refuse_a_url(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("path", ["out", "/data/s3:/x", "a:/x", "runs/a:b", ".cache"])
+@pytest.mark.parametrize("path", ["out", "/data/s3:/x", "a:/x", "exp:/x", "runs/a:b", ".cache"])
 def test_a_folder_is_no_url(path: str) -> None:
     check_local(path)
 

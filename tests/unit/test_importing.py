@@ -114,6 +114,15 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     assert not (tmp_path / "ours").exists()
 
 
+def test_numbers_that_are_left_out_anyway_may_be_none(verifier: Path, tmp_path: Path) -> None:
+    config, tensors = eagle3(verifier)
+    plain = import_drafter(write(tmp_path / "plain", config, tensors), str(verifier), tmp_path / "a", say=silent)
+    tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.full((8,), torch.nan)
+    folder = write(tmp_path / "theirs", config, tensors)
+    ours = import_drafter(folder, str(verifier), tmp_path / "b", say=silent)
+    assert (ours / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+
+
 def test_a_tensor_in_two_shards_is_refused_by_name(verifier: Path, tmp_path: Path) -> None:
     config, tensors = eagle3(verifier)
     folder = write(tmp_path / "theirs", config, tensors)

@@ -219,7 +219,7 @@ def load_checkpoint(
             " one, and delete the other"
         )
     config = _drafter_config(found, verifier)
-    tensors = {name: found.tensor(name) for name in found.tensors}
+    tensors = {name: found.tensor(name) for name in found.tensors if name in known_names(found)}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise EyasError(
@@ -238,6 +238,11 @@ def load_checkpoint(
     return drafter, _vocab(d2t, t2d, config, folder)
 
 
+def known_names(folder: DrafterFolder) -> tuple[str, ...]:
+    """The tensors of the folder that mean something to eyas; what else it may hold is left out."""
+    return (*parameters(folder.kind), "embed_tokens.weight", "d2t", "t2d")
+
+
 def other_function(folder: DrafterFolder) -> str | None:
     """Why the drafter in `folder` is none that eyas computes, in words; None where it is one."""
     if folder.kind == "qwen3":
@@ -251,8 +256,7 @@ def other_function(folder: DrafterFolder) -> str | None:
             )
     if folder.speculators and folder.config.get("norm_before_residual") is None:
         return f"{CONFIG} does not say norm_before_residual, which readers take for true or for false"
-    known = (*parameters(folder.kind), "embed_tokens.weight", "d2t", "t2d")
-    more = [t.name for n, t in folder.tensors.items() if n not in known and not n.endswith(USELESS)]
+    more = [t.name for n, t in folder.tensors.items() if n not in known_names(folder) and not n.endswith(USELESS)]
     if more:
         return f"{more[0]} is no part of a drafter that eyas computes" + (
             f" ({len(more)} such)" if len(more) > 1 else ""

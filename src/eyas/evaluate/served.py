@@ -10,15 +10,18 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import queue
 import re
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from eyas.api import Api
 from eyas.errors import EyasError
 
+T = TypeVar("T")
 SAY_SECONDS = 5.0
 SAMPLE = re.compile(r"^([\w:]+)(\{[^}]*\})?\s+(\S+)")
 
@@ -35,12 +38,11 @@ class Server(Api):
         prompts = run["prompts"]
         started = said = time.monotonic()
         done: list[tuple[str, int, float]] = []
-        with ThreadPoolExecutor(1 if run["alone"] else streams) as pool:
-            for answer in pool.map(lambda i: self._answer(run, i), range(len(prompts))):
-                done.append(answer)
-                if time.monotonic() - said > SAY_SECONDS:
-                    said = time.monotonic()
-                    say(f"{run['name']}: {len(done)}/{len(prompts)} prompts")
+        for answer in _in_order(lambda i: self._answer(run, i), len(prompts), 1 if run["alone"] else streams):
+            done.append(answer)
+            if time.monotonic() - said > SAY_SECONDS:
+                said = time.monotonic()
+                say(f"{run['name']}: {len(done)}/{len(prompts)} prompts")
         seconds = time.monotonic() - started
         after = self.counters()
         gaps = sum(max(0, n - 1) for _, n, _ in done)
@@ -94,6 +96,40 @@ class Server(Api):
         if not count and not text:
             raise EyasError(f"{self.root} answered prompt {i + 1} with no token: does it stream completions?")
         return text, count, last - first
+
+
+def _in_order(work: Callable[[int], T], count: int, threads: int) -> Iterator[T]:
+    """work(0), work(1), ... of `count`, so many at a time. Raises what one of them raises.
+
+    Its threads are daemons, which a pool's are not: who is interrupted waits for no request that is under way.
+    """
+    todo, stop = iter(range(count)), threading.Event()
+    turn, found = threading.Lock(), queue.SimpleQueue[tuple[int, Future[T]]]()
+
+    def take() -> None:
+        while not stop.is_set():
+            with turn:
+                i = next(todo, None)
+            if i is None:
+                return
+            one: Future[T] = Future()
+            try:
+                one.set_result(work(i))
+            except BaseException as error:
+                one.set_exception(error)
+            found.put((i, one))
+
+    for _ in range(min(threads, count)):
+        threading.Thread(target=take, name="eyas-ask", daemon=True).start()
+    waiting: dict[int, T] = {}
+    try:
+        for i in range(count):
+            while i not in waiting:
+                at, one = found.get()
+                waiting[at] = one.result()
+            yield waiting.pop(i)
+    finally:
+        stop.set()
 
 
 def read_metrics(text: str) -> dict[str, Any]:

@@ -35,6 +35,16 @@ def say(text: str) -> None:
     write_all(fd, f"{text}\n".encode(errors="replace"))
 
 
+class Prefixed:
+    """Says lines with something in front of each: with it the recorder's side process marks its own lines too."""
+
+    def __init__(self, prefix: str, say: Say) -> None:
+        self.prefix, self.say = prefix, say
+
+    def __call__(self, text: str) -> None:
+        self.say("\n".join(f"{self.prefix}{line}" for line in text.splitlines() or [""]))
+
+
 def on_terminal() -> bool:
     """Whether standard output is a terminal that can be drawn on."""
     return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"

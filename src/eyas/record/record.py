@@ -561,7 +561,7 @@ class Record:
             "interval": self.interval,
             "limits": self._limits,
             "resume": self.resume,
-            "prefix": "",
+            "prefix": getattr(self._own_say, "prefix", ""),
         }
         try:
             self._sidecar = start_sidecar(given, self._stacks)

@@ -231,7 +231,10 @@ def _check_there(snapshot: dict[str, Any]) -> None:
     meta = snapshot["meta"]
     hidden = " (other users' processes are hidden on this host: ask with sudo)"
     unseen = hidden if meta.get("hidepid") and not meta.get("root") else ""
-    raise UsageError(f"{words[kind]}{unseen}; see eyas ps" + (f" {host}" if host else ""))
+    see = f"see eyas ps {host}" if host else "see eyas ps"
+    if kind == "pid" and not host:  # what an eyas run that is over was, its folder tells
+        see += "; if it was a run of eyas, name its folder: eyas why DIR"
+    raise UsageError(f"{words[kind]}{unseen}; {see}")
 
 
 def _of_the_dead(target: Target, snapshot: dict[str, Any]) -> dict[str, Any] | None:

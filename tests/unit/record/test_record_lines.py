@@ -15,7 +15,7 @@ from eyas.errors import EyasError
 from eyas.record import events, look
 from eyas.record import phases as phases_module
 from eyas.record import record as record_module
-from eyas.record.console import Live, step_line
+from eyas.record.console import Live, Prefixed, step_line
 from eyas.record.record import Record
 from eyas.record.words import clock, phase_words
 from eyas.why.waits import classify
@@ -219,6 +219,20 @@ def test_figures_may_be_called_like_what_an_event_has_already(tmp_path: Path) ->
     assert (step["rank"], step["step"], step["loss"]) == (0, 1, 1.0) and step["time"] > 1.7e9
     assert (step["rank_"], step["time_"], step["event_"]) == (7, 0.25, "x")
     assert [step[name] for name in ("kind", "memory", "cpu", "phases", "left", "by")] == [3, 5, 1, 2, 9, "me"]
+
+
+def test_the_side_process_marks_its_lines_as_the_caller_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    given: dict[str, Any] = {}
+
+    def keep(settings: dict[str, Any], _stacks: object) -> None:
+        given.update(settings)
+        raise OSError("not in this test")
+
+    monkeypatch.setattr(record_module, "start_sidecar", keep)
+    with Record(tmp_path / "run", say=Prefixed("[5/7 train] ", said.append)) as rec:
+        rec.line("one\ntwo")
+    assert given["prefix"] == "[5/7 train] " and "[5/7 train] one\n[5/7 train] two" in said
 
 
 def test_a_recorder_is_for_one_run(tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def test_a_process_hidden_from_this_user_is_a_permission_matter(
 @pytest.mark.parametrize(
     ("target", "more", "said"),
     [
-        ({"kind": "pid", "asked": "5"}, {}, "no process 5 here; see eyas ps"),
+        ({"kind": "pid", "asked": "5"}, {},
+         "no process 5 here; see eyas ps; if it was a run of eyas, name its folder: eyas why DIR"),
         ({"kind": "pid", "asked": "gpu7:5", "host": "gpu7"}, {}, "no process 5 on gpu7; see eyas ps gpu7"),
         ({"kind": "name", "asked": "trainer", "pid": None}, {},
          "no process named trainer here, and no file or directory of that name; see eyas ps"),

@@ -189,7 +189,9 @@ def test_a_dead_pid_is_told_by_the_record_near_by(
     monkeypatch.chdir(tmp_path)
     pid, host = gone(), os.uname().nodename
     assert command.run_why(str(pid)) == 64
-    assert capsys.readouterr().err == f"eyas: no process {pid} here; see eyas ps\n"
+    assert capsys.readouterr().err == (
+        f"eyas: no process {pid} here; see eyas ps; if it was a run of eyas, name its folder: eyas why DIR\n"
+    )
     other = events.line("start", name="eyas train", pid=pid + 1, host=host)
     write(tmp_path / "runs" / "b", other, DONE)
     write(tmp_path / "runs" / "c", events.line("start", name="eyas train", pid=pid, host="elsewhere"), DONE)
