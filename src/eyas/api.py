@@ -7,13 +7,34 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import urllib.error
 import urllib.request
-from typing import IO, Any, cast
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import IO, Any, TypeVar, cast
 
 from eyas.errors import EyasError
 
+T = TypeVar("T")
 TIMEOUT = 600.0  # seconds, of one answer
+
+
+def in_background(work: Callable[..., T], *given: Any) -> Future[T]:
+    """work(*given), in a daemon thread of its own.
+
+    The threads of a pool are waited for when Python ends: who is interrupted would wait for every request under way.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*given))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="eyas-ask", daemon=True).start()
+    return future
 
 
 class Api:

@@ -181,7 +181,7 @@ def test_a_server_is_asked_turn_by_turn_and_for_nothing_that_it_could_choose_its
     assert c is not None
     answers = Answers(max_new_tokens=2, temperature=0.5, top_p=0.9)
     try:
-        with ServedEngine(f"http://127.0.0.1:{server.server_port}/v1", "", 2) as engine:
+        with ServedEngine(f"http://127.0.0.1:{server.server_port}/v1", "") as engine:
             (stored,) = module._serve(engine, [c], answers, 2, Record(None), module._fields)
     finally:
         server.shutdown()

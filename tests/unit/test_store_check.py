@@ -151,6 +151,7 @@ def test_a_flipped_bit_in_a_store_is_found_and_shut_out(
     assert again["findings"] == []
     assert again["skipped"][0][0] == record.id
     assert "is in quarantine (unreadable" in again["skipped"][0][1]
+    assert again["skipped"][0][1].endswith("(read twice): restore the file)"), "and no advice that has been taken"
     assert record.id not in open_source(store).ids
 
 

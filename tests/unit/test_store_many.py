@@ -208,7 +208,7 @@ def test_an_unfinished_store_is_told_with_what_to_do(tmp_path: Path) -> None:
             for i in some:
                 store.add(*sample(i))
     (line,) = info(a)["remarks"]
-    assert line.startswith(f"{a} is unfinished: it has 5 of 9 samples: run the command that makes it again")
+    assert line.startswith(f"{a} is unfinished: it has 5 of 9 samples: run the same eyas capture ")
     assert line in describe(info(a)) and info(a)["wanted_samples"] == 9
     report = check(a, say=lambda _line: None)
     assert (report["remarks"], report["ok"]) == ([line], True), "what is there is good"

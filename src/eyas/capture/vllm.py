@@ -261,7 +261,7 @@ def _started(
         say(f"capture: starting vLLM on {verifier.config.name} ({name})")
         return _engine(verifier, manifest, output, dtype, longest, in_flight, more or {})
     try:
-        return vllm_served.ServedEngine(url, os.environ.get("OPENAI_API_KEY", ""), in_flight)
+        return vllm_served.ServedEngine(url, os.environ.get("OPENAI_API_KEY", ""))
     except EyasError as error:
         longest = min(longest, verifier.config.max_position_embeddings)
         command = vllm_served.serve_command(verifier, manifest, output, name, longest, in_flight)

@@ -12,14 +12,14 @@ import json
 import shlex
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eyas.api import Api
+from eyas.api import Api, in_background
 from eyas.errors import EyasError
 from eyas.store import layout
 from eyas.store.index import load_index
@@ -49,27 +49,23 @@ class Text:
 
 
 class ServedEngine:
-    """A server that is asked as `vllm._serve` asks an engine; a context.
-
-    in_flight: requests on their way at a time. Raises EyasError where no server answers.
-    """
+    """A server that is asked as `vllm._serve` asks an engine; a context. Raises EyasError where no server answers."""
 
     engine_core = None  # it has no scheduler in this process
 
-    def __init__(self, url: str, api_key: str, in_flight: int) -> None:
+    def __init__(self, url: str, api_key: str) -> None:
         self.api = Api(url, api_key)
-        self.pool = ThreadPoolExecutor(2 * in_flight)
         self.waiting: set[Future[Answer]] = set()
 
     def __enter__(self) -> ServedEngine:
         return self
 
     def __exit__(self, *_raised: object) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        """What is under way is waited for by nobody."""
 
     def add_request(self, number: str, prompt: dict[str, Any], how: dict[str, Any]) -> None:
         """how: the request's fields beside model and prompt."""
-        self.waiting.add(self.pool.submit(self._ask, number, prompt["prompt_token_ids"], how))
+        self.waiting.add(in_background(self._ask, number, prompt["prompt_token_ids"], how))
 
     def step(self) -> list[Answer]:
         """What has come since the last call, at least one."""

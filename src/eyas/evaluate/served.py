@@ -10,15 +10,13 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
-from eyas.api import Api
+from eyas.api import Api, in_background
 from eyas.errors import EyasError
 
 T = TypeVar("T")
@@ -98,38 +96,17 @@ class Server(Api):
         return text, count, last - first
 
 
-def _in_order(work: Callable[[int], T], count: int, threads: int) -> Iterator[T]:
-    """work(0), work(1), ... of `count`, so many at a time. Raises what one of them raises.
-
-    Its threads are daemons, which a pool's are not: who is interrupted waits for no request that is under way.
-    """
-    todo, stop = iter(range(count)), threading.Event()
-    turn, found = threading.Lock(), queue.SimpleQueue[tuple[int, Future[T]]]()
-
-    def take() -> None:
-        while not stop.is_set():
-            with turn:
-                i = next(todo, None)
-            if i is None:
-                return
-            one: Future[T] = Future()
-            try:
-                one.set_result(work(i))
-            except BaseException as error:
-                one.set_exception(error)
-            found.put((i, one))
-
-    for _ in range(min(threads, count)):
-        threading.Thread(target=take, name="eyas-ask", daemon=True).start()
-    waiting: dict[int, T] = {}
-    try:
-        for i in range(count):
-            while i not in waiting:
-                at, one = found.get()
-                waiting[at] = one.result()
-            yield waiting.pop(i)
-    finally:
-        stop.set()
+def _in_order(work: Callable[[int], T], count: int, streams: int) -> Iterator[T]:
+    """work(0), work(1), ... of `count`, so many at a time. Raises what one of them raises."""
+    asked: list[Future[T]] = []
+    running: set[Future[T]] = set()
+    for i in range(count):
+        while len(asked) <= i or not asked[i].done():
+            while len(asked) < count and len(running) < streams:
+                asked.append(in_background(work, len(asked)))
+                running.add(asked[-1])
+            _, running = wait(running, return_when=FIRST_COMPLETED)
+        yield asked[i].result()
 
 
 def read_metrics(text: str) -> dict[str, Any]:

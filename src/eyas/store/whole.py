@@ -30,8 +30,8 @@ def unfinished(path: Path, there: int, wanted: int) -> list[str]:
     if there >= wanted:
         return []
     return [
-        f"{path} is unfinished: it has {there:,} of {wanted:,} samples: run the command that makes it again (the same"
-        " eyas capture, or eyas store convert), which goes on where it stopped"
+        f"{path} is unfinished: it has {there:,} of {wanted:,} samples: run the same eyas capture (or eyas store"
+        " convert) again, which goes on where it stopped"
     ]
 
 
