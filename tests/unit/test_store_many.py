@@ -315,3 +315,11 @@ def test_an_object_store_is_not_written_to_and_no_folder_of_its_name_is_made(
         with pytest.raises(EyasError, match=r"(s3|gs)://bucket/a(ll)?: eyas reads from object stores and writes to"):
             attempt()
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_prepared_samples_are_no_states(tmp_path: Path) -> None:
+    (tmp_path / "prepared.parquet").write_bytes(b"")
+    with pytest.raises(
+        EyasError, match="holds prepared samples, without states: name the store that eyas capture makes"
+    ):
+        open_source(tmp_path)

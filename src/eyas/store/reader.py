@@ -92,6 +92,10 @@ def open_source(
         if say is not None and (others := beside_a_store(folder)):
             say(f"{folder} is read as the store that it is; {others} beside it are not read")
         return StoreSource(folder, verifier, fingerprint, say)
+    if (folder / "prepared.parquet").exists():
+        raise EyasError(
+            f"{folder} holds prepared samples, without states: name the store that eyas capture makes of them"
+        )
     raise EyasError(
         f"{folder} holds neither a store ({layout.MANIFEST}) nor data_*.pt files nor another tool's that eyas reads:"
         " name another folder"
