@@ -319,7 +319,5 @@ def test_an_object_store_is_not_written_to_and_no_folder_of_its_name_is_made(
 
 def test_prepared_samples_are_no_states(tmp_path: Path) -> None:
     (tmp_path / "prepared.parquet").write_bytes(b"")
-    with pytest.raises(
-        EyasError, match="holds prepared samples, without states: name the store that eyas capture makes"
-    ):
+    with pytest.raises(EyasError, match="holds prepared samples, without states: name the store"):
         open_source(tmp_path)
