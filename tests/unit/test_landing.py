@@ -209,3 +209,21 @@ def test_a_wrong_copy_in_the_page_cache_is_read_again_and_lands_right(
     found = load_batch(path, [1, 0], 3, 200)
     assert wrong == [0]
     assert torch.equal(found.states, keep[0]) and torch.equal(found.last, keep[1])
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_reads_that_come_back_short_land_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    """A network file system may bring less than a piece at a time, of any length."""
+    small_pieces(monkeypatch, 4096)
+    source = store(tmp_path, [np.arange(n) >= 9 for n in (60, 200, 80)])
+    path, rng, real = ReadPath(source, cache_gb=1 if cached else 0), random.Random(0), os.preadv
+    told = [source.tokens(i) for i in range(3)]
+    path.source.tokens = told.__getitem__  # type: ignore[method-assign]
+    expected = by_hand(source, [1, 0, 2], 3, 200)
+
+    def short(fd: int, buffers: list[Any], offset: int) -> int:
+        return real(fd, [buffers[0][: rng.randint(1, len(buffers[0]))]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    found = load_batch(path, [1, 0, 2], 3, 200)
+    assert torch.equal(found.states, expected[0]) and torch.equal(found.last, expected[1])

@@ -331,7 +331,7 @@ def _read_on(
     the file to go on with: another one where direct I/O is refused. into: what lies behind them in memory."""
     all_needed, before = call.need - call.start, done
     while True:
-        need = all_needed if file.direct else min(all_needed, done + PIECE_BYTES)
+        need = all_needed if file.direct else min(all_needed, done + PIECE_BYTES, before + len(into))
         stop = call.stop - call.start if need == all_needed and not call.passing else need
         try:
             got = os.preadv(file.fd, [into[done - before : stop - before]], call.start + done)
