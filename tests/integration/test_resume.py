@@ -286,6 +286,27 @@ def test_a_run_goes_on_without_samples_that_were_shut_out_and_trains_each_other_
     assert not any("quarantine" in line for line in resume(cut).said)
 
 
+def test_epochs_without_a_validation_take_the_best_from_none_that_had_one(tiny: Tiny, tmp_path: Path) -> None:
+    """The validation samples are shut out for the second epoch of three, and let in again for the last."""
+    store, run = shutil.copytree(tiny.store, tmp_path / "store"), tmp_path / "run"
+    play(settings(tiny, run, data_dir=store, epochs=3, batch_tokens=600), kill_at=5)
+    kept = json.loads((run / "start" / "samples.json").read_text())
+    shut_out = {kept["ids"][i]: "checksum" for i in kept["validate"]}
+    (store / "quarantine.json").write_text(json.dumps(shut_out))
+    first = (run / "best").resolve()
+    without = play({"output_dir": run, "resume": True}, kill_at=9)
+    assert (
+        "no validation after epoch 2: all its samples are in quarantine; so the last checkpoint that was validated"
+        " stays the best, and --patience ends nothing"
+    ) in without.said
+    assert (run / "best").resolve() == first != (run / "last").resolve()
+    (store / "quarantine.json").unlink()
+    assert resume(run).codes == [0]
+    told = json.loads((run / "summary.json").read_text())
+    lengths = {f"step-{v['step']:06d}": v["accept_length"] for v in told["validations"]}
+    assert len(lengths) == 2 and told["best"] == max(lengths, key=lambda name: lengths[name])
+
+
 def test_a_warm_started_run_goes_on_to_the_bit_when_what_it_started_from_is_gone(tiny: Tiny, tmp_path: Path) -> None:
     before, vocab, whole, output = (tmp_path / name for name in ("before", "vocab", "whole", "run"))
     shutil.copytree(tiny.vocab, vocab)

@@ -439,9 +439,9 @@ class Run:
             save_checkpoint(folder, drafter, self.vocab, self.verifier.config, self.layers, more={"eyas.json": about})
             link(run / "last", folder)
             self.record.checkpoint(folder, time.monotonic() - begun)
-        score = figures.accept_length if figures else float(at.step)
-        if at.best is None or score > at.best[0]:
-            at.best = (score, name)
+        # A length and the number of a step tell nothing of each other: what was measured stays before what was not.
+        if not at.validations or (figures is not None and at.best is not None and figures.accept_length > at.best[0]):
+            at.best = (figures.accept_length if figures else float(at.step), name)
             if self.ranks.first:
                 link(run / "best", run / "checkpoints" / name)
         if figures:
@@ -454,11 +454,13 @@ class Run:
             )
             if self.ranks.first:
                 self.record.validation(figures.to_dict(), text)
-        elif self.val_samples:
-            self.say(
-                f"no validation after epoch {done}: no position of its {len(self.val_samples):,} samples trains all"
-                " TTT steps; so the last checkpoint is the best, and --patience ends nothing"
+        elif self.samples.validate:
+            why = f"no position of its {len(self.val_samples):,} samples trains all TTT steps"
+            why = why if self.val_samples else "all its samples are in quarantine"
+            stays = (
+                "last checkpoint that was validated stays the best" if at.validations else "last checkpoint is the best"
             )
+            self.say(f"no validation after epoch {done}: {why}; so the {stays}, and --patience ends nothing")
 
     def _patience_over(self) -> bool:
         """Whether the last `patience` validations brought no longer accept length than one before them."""
