@@ -66,11 +66,14 @@ def check_unused(folder: Path, mine: str, what: str = "") -> None:
 
     what: how the line names it; default the folder's name.
     """
-    for name, holds in MADE.items():
-        if name != mine and (folder / name).is_file():
-            raise EyasError(f"{what or folder} holds {holds} ({name}): name another folder")
-    if found := next(folder.glob("data_*.pt"), None):
-        raise EyasError(f"{what or folder} holds another tool's samples ({found.name}, ...): name another folder")
+    try:
+        for name, holds in MADE.items():
+            if name != mine and (folder / name).is_file():
+                raise EyasError(f"{what or folder} holds {holds} ({name}): name another folder")
+        if found := next(folder.glob("data_*.pt"), None):
+            raise EyasError(f"{what or folder} holds another tool's samples ({found.name}, ...): name another folder")
+    except OSError as e:  # a folder that nobody may look into, a name that is too long
+        raise EyasError(f"{what or folder} cannot be written: {refusal(e)}") from None
 
 
 def check_figures(path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import EyasError
-from eyas.files import check_writable, refusal, write_whole
+from eyas.files import check_unused, check_writable, refusal, write_whole
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,10 @@ def test_a_link_stays_one_and_what_is_no_file_is_written_into(tmp_path: Path) ->
     write_whole(tmp_path / "pipe", b"said")
     assert os.read(reader, 10) == b"said" and (tmp_path / "pipe").is_fifo()
     os.close(reader)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 300)
+    with pytest.raises(EyasError) as raised:
+        check_unused(folder, "run.yaml")
+    assert str(raised.value).startswith(f"{folder} cannot be written: File name too long: name another folder")
