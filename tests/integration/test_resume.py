@@ -307,6 +307,17 @@ def test_epochs_without_a_validation_take_the_best_from_none_that_had_one(tiny: 
     assert len(lengths) == 2 and told["best"] == max(lengths, key=lambda name: lengths[name])
 
 
+def test_what_a_run_has_trained_is_never_held_out(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:
+    """Without one of its samples the data split elsewhere; evaluation keeps to what the run has not seen."""
+    store, run = shutil.copytree(tiny.store, tmp_path / "store"), tmp_path / "run"
+    play(settings(tiny, run, data_dir=store, epochs=1, batch_tokens=600))
+    kept = json.loads((run / "start" / "samples.json").read_text())
+    validates = [kept["ids"][i] for i in kept["validate"]]
+    (store / "quarantine.json").write_text(json.dumps({validates[0]: "checksum"}))
+    assert eyas("eval", run, "--dtype", "fp32", "--prompts", 99, "--max-new-tokens", 2).code == 0
+    assert set(json.loads((run / "eval.json").read_text())["decode"]["prompt_ids"]) == set(validates[1:])
+
+
 def test_a_warm_started_run_goes_on_to_the_bit_when_what_it_started_from_is_gone(tiny: Tiny, tmp_path: Path) -> None:
     before, vocab, whole, output = (tmp_path / name for name in ("before", "vocab", "whole", "run"))
     shutil.copytree(tiny.vocab, vocab)

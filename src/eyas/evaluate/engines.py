@@ -36,7 +36,7 @@ from eyas.evaluate import agreement
 from eyas.evaluate.decode import near_tie
 from eyas.evaluate.engine_figures import by_task, figures, line, table, told
 from eyas.evaluate.hosted import Host
-from eyas.evaluate.run import check_verifier, find_checkpoint, prompt_of, spread, verifier_of
+from eyas.evaluate.run import check_verifier, find_checkpoint, never_trained, prompt_of, spread, verifier_of
 from eyas.evaluate.served import Server
 from eyas.files import check_figures, check_writable, write_json
 from eyas.interrupt import MEASURED
@@ -188,6 +188,7 @@ def _prompts(options: BenchOptions, run: dict[str, Any], verifier: Verifier) -> 
         source = open_source(folder, verifier.config, verifier.fingerprint)
         length = run.get("max_seq_len", 2048)
         _, held_out, _ = split_source(source, length, run.get("val_ratio", 0.1))
+        held_out = never_trained(held_out, source, run)
         found = [Prompt(prompt_of(*source.tokens(i), length), task_of(source.ids[i])) for i in held_out]
     else:
         raise EyasError("this checkpoint lies in no run directory: name the prompts (--prompts conversations.jsonl)")

@@ -34,6 +34,8 @@ from eyas.regenerate import end_token_ids
 from eyas.store.reader import Source, open_source
 from eyas.store.remote import staged, url_of
 from eyas.train.batches import Loader, pack, split_source
+from eyas.train.rundir import START
+from eyas.train.samples import kept_samples
 from eyas.train.setup import aux_layers, verifier_head
 from eyas.verifier import Verifier
 from eyas.vocab import DraftVocab
@@ -147,6 +149,8 @@ def evaluate_checkpoint(
         raise EyasError(f"{folder} reads other layers than {list(layers)}, which {data_dir} holds: name its own data")
     drafter.to(device).eval()
     _, val, _ = split_source(source, max_seq_len, val_ratio)
+    if options.data_dir is None and options.val_ratio is None:
+        val = never_trained(val, source, run)
     if not val:
         raise EyasError(f"{data_dir} keeps no samples for validation: use --val-ratio, or a larger store")
 
@@ -176,6 +180,14 @@ def evaluate_checkpoint(
             f"{bad['at']} ({bad['drafted']} for {bad['alone']}); this is a fault of eyas or of the model's code"
         )
     return result
+
+
+def never_trained(samples: list[int], source: Source, run: dict[str, Any]) -> list[int]:
+    """Those of `samples` that the run has not trained. Where samples of its data came since, or are in quarantine, the
+    split of what is there now differs from the run's at its edge."""
+    kept = kept_samples(Path(run["run_dir"]) / START) if run else None
+    trained = {kept.ids[i] for i in kept.train} if kept else set()
+    return [i for i in samples if source.ids[i] not in trained]
 
 
 def offline(
