@@ -48,6 +48,8 @@ class Pace:
     def left(self, total: int) -> float | None:
         """Seconds until step `total`, counted from the last look; None where that is not known."""
         (t0, n0, share0), (t1, n1, share1), (n, share) = self._looks[0], self._looks[-1], self._first
+        if 0 < total < n1:  # a loop that goes on behind the end that it told of
+            return None
         beside = self._beside_now() - self._beside
         by_step = (total - n1) / (n1 - n) if total and n1 > n else 0.0
         if share0 is not None and share1 is not None and share1 > share0:

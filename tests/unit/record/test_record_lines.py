@@ -52,6 +52,18 @@ def test_steady_steps_are_said_at_least_every_ten_seconds_and_not_much_more(cloc
     assert len(said) <= 100 / max(10 - pace, 1) + 3
 
 
+def test_a_loop_that_goes_on_behind_its_last_step_has_no_time_left(clock_: Clock) -> None:
+    said: list[str] = []
+    rec = Record(None, say=said.append)
+    rec.begin(5)
+    for _ in range(40):
+        clock_.now += 1.0
+        rec.step(loss=1.0)
+    behind = [line for line in said if not line.startswith(("step 1/", "step 5/"))]
+    assert behind and not any("left" in line for line in behind)
+    assert rec.left is None and rec.beat_values()["left"] is None
+
+
 def test_the_last_step_is_said(clock_: Clock) -> None:
     said: list[str] = []
     rec = Record(None, say=said.append)
