@@ -23,7 +23,7 @@ from eyas.store.convert import convert
 from eyas.store.info import describe, info
 from eyas.store.layout import Manifest
 from eyas.store.merge import Merged, merge
-from eyas.store.reader import open_source
+from eyas.store.reader import StoreSource, open_source
 from eyas.store.writer import StoreWriter
 from storekit import LAYERS, LENGTHS, MANIFEST, SMALL, assert_right, files, flip, run_to_death, sample
 
@@ -234,6 +234,20 @@ def test_a_merge_says_which_folder_is_unfinished_and_a_conversion_stays_so(tmp_p
     (tmp_path / "a" / layout.QUARANTINE).write_text('{"s0": "not wanted"}')
     convert(tmp_path / "a", tmp_path / "fp8", codec="fp8", say=lambda _line: None)
     assert "it has 4 of 8 samples" in info(tmp_path / "fp8")["remarks"][0], "what is in quarantine is not missed"
+
+
+def test_a_conversion_that_lost_a_sample_is_whole_once_that_sample_is_in_quarantine(tmp_path: Path) -> None:
+    a, fp8 = tmp_path / "a", tmp_path / "fp8"
+    with StoreWriter(a, replace(MANIFEST, samples=9), **SMALL) as store:
+        for i in range(9):
+            store.add(*sample(i))
+    bad = StoreSource(a).records[4]
+    flip(a / bad.shard, bad.parts[2].offset)
+    convert(a, fp8, codec="fp8", say=lambda _line: None)
+    assert "it has 8 of 9 samples" in info(fp8)["remarks"][0]
+    check(a, quarantine=True, say=lambda _line: None)
+    convert(a, fp8, codec="fp8", say=lambda _line: None)
+    assert (info(fp8)["remarks"], info(fp8)["wanted_samples"], info(fp8)["samples"]) == ([], 8, 8)
 
 
 def test_samples_of_a_cut_shard_are_counted_as_lost(tmp_path: Path) -> None:

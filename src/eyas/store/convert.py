@@ -69,6 +69,7 @@ def convert(
         keep = make_top_k(manifest.logits, verifier, manifest.norm_side, pick_device(device))
     started = time.monotonic()
     with StoreWriter(output, manifest) as writer:
+        manifest.recount(output)  # the source may be without samples in quarantine since
         todo = [i for i in range(len(source.ids)) if source.ids[i] not in writer.done_ids]
         _check_space(output, [int(source.lengths[i]) for i in todo], manifest)
         if len(todo) < len(source.ids):

@@ -21,7 +21,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ import numpy.typing as npt
 import xxhash
 
 from eyas.errors import EyasError
-from eyas.files import sync_folder, write_whole
+from eyas.files import refusal, sync_folder, write_whole
 
 FORMAT = 1
 PAGE = 4096
@@ -106,11 +106,9 @@ class Manifest:
 
         Raises OSError.
         """
-        content = {**asdict(self), "layers": list(self.layers)}
-        text = json.dumps({**content, "check": _digest_of(content)}, indent=1, ensure_ascii=False)
         side = folder / f".{MANIFEST}.{secrets.token_hex(8)}"
         try:
-            write_whole(side, text.encode() + b"\n")
+            write_whole(side, self._text())
             os.link(side, folder / MANIFEST)
         except FileExistsError:
             return
@@ -121,6 +119,19 @@ class Manifest:
         finally:
             side.unlink(missing_ok=True)
         sync_folder(folder)
+
+    def recount(self, folder: Path) -> None:
+        """Have the store's manifest say how many samples it is for as this one does. Raises EyasError."""
+        there = Manifest.load(folder)
+        if there.samples != self.samples:
+            try:
+                write_whole(folder / MANIFEST, replace(there, samples=self.samples)._text())
+            except OSError as error:
+                raise EyasError(f"{folder / MANIFEST} cannot be written: {refusal(error)}") from None
+
+    def _text(self) -> bytes:
+        content = {**asdict(self), "layers": list(self.layers)}
+        return json.dumps({**content, "check": _digest_of(content)}, indent=1, ensure_ascii=False).encode() + b"\n"
 
     @staticmethod
     def load(folder: Path) -> Manifest:
