@@ -179,6 +179,26 @@ def test_direct_io_refused_at_the_first_read_is_read_anyway(tmp_path: Path, monk
     assert len(said) == 1
 
 
+def test_direct_io_refused_in_the_middle_of_a_call_goes_on_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system whose blocks are larger than a page may bring less than was asked for, and then refuse to go on."""
+    source, said, real, block = store(tmp_path, [400]), [], os.preadv, 4 * PAGE
+
+    def refuse(fd: int, buffers: list[Any], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            if (offset - first) % block:
+                raise OSError(22, "Invalid argument")
+            return real(fd, [buffers[0][:PAGE]], offset)
+        return real(fd, buffers, offset)
+
+    first = source.records[0].parts[0].offset // PAGE * PAGE
+    monkeypatch.setattr(os, "preadv", refuse)
+    rows = ReadPath(source, say=said.append).load([0], [400]).states()[0]
+    assert torch.equal(torch.stack(list(rows)), source.states(0))
+    assert len(said) == 1 and "refuses direct I/O" in said[0]
+
+
 def test_a_mismatch_is_read_again_and_then_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, real = store(tmp_path, [40, 50, 60]), os.preadv
     record = source.records[1]

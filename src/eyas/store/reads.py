@@ -336,7 +336,7 @@ def _read_on(
         try:
             got = os.preadv(file.fd, [into[done - before : stop - before]], call.start + done)
         except OSError as error:
-            if error.errno == errno.EINVAL and file.direct and not done:  # refused at the first read, not when opened
+            if error.errno == errno.EINVAL and file.direct:  # refused at a read, not when opened
                 files.refused(call.path, os.fstat(file.fd).st_dev)
                 file = files.for_call(call, False)
                 continue
