@@ -236,6 +236,19 @@ def test_a_merge_says_which_folder_is_unfinished_and_a_conversion_stays_so(tmp_p
     assert "it has 4 of 8 samples" in info(tmp_path / "fp8")["remarks"][0], "what is in quarantine is not missed"
 
 
+def test_parts_of_one_capture_that_make_it_whole_together_are_not_unfinished(tmp_path: Path) -> None:
+    said: list[str] = []
+    for name, some in (("a", range(5)), ("b", range(5, 8)), ("c", range(7, 9))):
+        with StoreWriter(tmp_path / name, replace(MANIFEST, samples=9), **SMALL) as store:
+            for i in some:
+                store.add(*sample(i))
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "two", said.append)
+    assert sum(line.startswith("warning: ") for line in said) == 2 and info(tmp_path / "two")["remarks"]
+    said.clear()
+    merge([tmp_path / name for name in "abc"], tmp_path / "all", said.append)
+    assert not any("unfinished" in line for line in said) and info(tmp_path / "all")["remarks"] == []
+
+
 def test_a_conversion_that_lost_a_sample_is_whole_once_that_sample_is_in_quarantine(tmp_path: Path) -> None:
     a, fp8 = tmp_path / "a", tmp_path / "fp8"
     with StoreWriter(a, replace(MANIFEST, samples=9), **SMALL) as store:

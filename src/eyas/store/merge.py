@@ -69,13 +69,18 @@ def merge(folders: Sequence[Path], output: Path, say: Callable[[str], None] = pr
         output.mkdir(parents=True, exist_ok=True)
         manifest.create(output)
         seen = {r.id: _digest(r) for j in layout.journals(output) for r in layout.read_journal(j).records}
+        parts: list[tuple[Path, Manifest, set[str]]] = []
         for folder in folders:
             before, named = done.added, set[str]()
             for journal in layout.journals(folder):
                 named |= _merge_writer(folder, layout.writer_of(journal), output, seen, done)
             say(f"{folder}: {done.added - before:,} samples added")
-            for remark in unfinished(folder, len(named), Manifest.load(folder).samples):
-                say(f"warning: {remark}; then merge again")
+            parts.append((folder, Manifest.load(folder), named))
+        for folder, begun, named in parts:
+            together = set[str]().union(*(names for _, m, names in parts if m.source == begun.source))
+            if len(together) < begun.samples:  # folders of one capture may make it whole together
+                for remark in unfinished(folder, len(named), begun.samples):
+                    say(f"warning: {remark}; then merge again")
     except OSError as error:
         raise EyasError(
             f"{output} cannot be written: {error.strerror}. What is recorded there is whole: make room, and run the"
