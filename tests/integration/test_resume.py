@@ -30,6 +30,7 @@ from eyas.store.convert import convert
 from eyas.store.layout import Manifest
 from eyas.store.writer import StoreWriter
 from eyas.train.loop import Run
+from eyas.train.samples import kept_samples
 from eyas.verifier import MLA, Verifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -305,6 +306,16 @@ def test_epochs_without_a_validation_take_the_best_from_none_that_had_one(tiny: 
     told = json.loads((run / "summary.json").read_text())
     lengths = {f"step-{v['step']:06d}": v["accept_length"] for v in told["validations"]}
     assert len(lengths) == 2 and told["best"] == max(lengths, key=lambda name: lengths[name])
+
+
+@pytest.mark.parametrize("change", [{"ids": [1, 2]}, {"train": [0, 40]}, {"train": ["0"]}, {"lengths": None}])
+def test_a_damaged_list_of_samples_is_no_list(stopped: Path, change: dict[str, Any]) -> None:
+    path = stopped / "start" / "samples.json"
+    assert kept_samples(path.parent) is not None
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert kept_samples(path.parent) is None
+    assert resume(stopped).codes == [0], "the data are those of the run, and tell it themselves"
+    assert kept_samples(path.parent) is not None
 
 
 def test_what_a_run_has_trained_is_never_held_out(tiny: Tiny, tmp_path: Path, eyas: Eyas) -> None:

@@ -20,8 +20,7 @@ from eyas.drafter.model import DrafterConfig
 from eyas.errors import EyasError
 from eyas.files import check_unused, write_json, write_whole
 from eyas.store.reader import Source
-from eyas.train.samples import NAME as SAMPLES
-from eyas.train.samples import Samples
+from eyas.train.samples import Samples, kept_samples
 from eyas.train.state import States
 from eyas.train.stop import resume_command
 from eyas.verifier import Verifier
@@ -75,7 +74,7 @@ def keep_start(run: Path, drafter: DrafterConfig, vocab: DraftVocab, samples: Sa
         vocab.save(run / START)
         _keep_samples(run, samples)
         write_json(run / START / "drafter.json", drafter.to_dict())  # the last file: with it the folder is whole
-    elif not (run / START / SAMPLES).exists():  # begun by an eyas that kept no list
+    elif kept_samples(run / START) is None:  # begun by an eyas that kept no list, or it is damaged
         _keep_samples(run, samples)
 
 

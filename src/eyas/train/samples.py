@@ -67,10 +67,12 @@ def digest(ids: list[str], lengths: npt.NDArray[np.int64], trained: npt.NDArray[
 
 
 def kept_samples(folder: Path) -> Samples | None:
-    """What `Samples.save` wrote into `folder`; None where there is no such list."""
+    """What `Samples.save` wrote into `folder`; None where there is no such list, or a damaged one."""
     try:
         v = json.loads((folder / NAME).read_bytes())
         lengths, trained = np.array(v["lengths"], dtype=np.int64), np.array(v["trained"], dtype=np.int64)
-        return Samples(v["ids"], lengths, trained, v["train"], v["validate"])
+        samples = Samples(v["ids"], lengths, trained, v["train"], v["validate"])
+        of_these = all(0 <= i < len(samples.ids) for i in (*samples.train, *samples.validate))
+        return samples if of_these and samples.digest else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
