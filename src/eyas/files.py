@@ -19,7 +19,7 @@ def write_whole(path: Path, data: bytes) -> None:
     A link's target is written, and what is no file (a pipe, /dev/stdout) is written into.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        target = path.resolve()
+        target = Path(os.path.realpath(path))
         if not target.is_file() or path.absolute().parts[1:2] in (("dev",), ("proc",)):
             path.write_bytes(data)
             return
@@ -76,8 +76,19 @@ def check_unused(folder: Path, mine: str, what: str = "") -> None:
         raise EyasError(f"{what or folder} cannot be written: {refusal(e)}") from None
 
 
+def same_place(a: Path, b: Path) -> bool:
+    """Whether two names are of one place, links followed; a link that leads back to itself is only itself."""
+    return os.path.realpath(a) == os.path.realpath(b)
+
+
 def check_figures(path: Path) -> None:
-    """EyasError where `path`, to which figures are to be written, is a file of another kind."""
+    """EyasError where `path`, to which figures are to be written, is a file of another kind or no place at all."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as e:  # a link that leads back to itself, a name that is too long
+        raise EyasError(f"--output {path} cannot be written: {refusal(e)}") from None
     if path.is_file() and path.stat().st_size:
         try:
             other = path.name in MADE or not isinstance(json.loads(path.read_bytes()), dict)

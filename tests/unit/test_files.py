@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import EyasError
-from eyas.files import check_unused, check_writable, refusal, write_whole
+from eyas.files import check_figures, check_unused, check_writable, refusal, same_place, write_json, write_whole
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,13 @@ def test_a_folder_that_cannot_be_looked_into_is_one_line(tmp_path: Path) -> None
     with pytest.raises(EyasError) as raised:
         check_unused(folder, "run.yaml")
     assert str(raised.value).startswith(f"{folder} cannot be written: File name too long: name another folder")
+
+
+def test_a_link_that_leads_back_to_itself_is_refused_in_one_line(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert same_place(loop, loop) and not same_place(loop, tmp_path)
+    with pytest.raises(EyasError, match=r"--output .*loop cannot be written: Too many levels of symbolic links"):
+        check_figures(loop)
+    with pytest.raises(EyasError, match=r"cannot write .*loop: Too many levels of symbolic links"):
+        write_json(loop, {})

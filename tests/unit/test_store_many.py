@@ -247,6 +247,10 @@ def test_parts_of_one_capture_that_make_it_whole_together_are_not_unfinished(tmp
     said.clear()
     merge([tmp_path / name for name in "abc"], tmp_path / "all", said.append)
     assert not any("unfinished" in line for line in said) and info(tmp_path / "all")["remarks"] == []
+    for name in "abc":
+        said.clear()
+        merge([tmp_path / name], tmp_path / "one by one", said.append)
+    assert not any("unfinished" in line for line in said) and info(tmp_path / "one by one")["remarks"] == []
 
 
 def test_a_conversion_that_lost_a_sample_is_whole_once_that_sample_is_in_quarantine(tmp_path: Path) -> None:
@@ -348,3 +352,13 @@ def test_prepared_samples_are_no_states(tmp_path: Path) -> None:
     (tmp_path / "prepared.parquet").write_bytes(b"")
     with pytest.raises(EyasError, match="holds prepared samples, without states: name the store"):
         open_source(tmp_path)
+
+
+def test_a_store_is_not_made_at_a_link_that_leads_back_to_itself(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(3))
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(EyasError, match="loop cannot be written"):
+        merge([tmp_path / "a"], loop)
+    with pytest.raises(EyasError, match="loop cannot be written"):
+        convert(tmp_path / "a", loop, say=lambda _line: None)

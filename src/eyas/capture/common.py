@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eyas import __version__
 from eyas.errors import EyasError
-from eyas.files import check_unused, size_text
+from eyas.files import check_unused, same_place, size_text
 from eyas.prepare import Prepared
 from eyas.record.record import Record
 from eyas.store import layout
@@ -129,7 +129,7 @@ def done_ids(output: Path, manifest: Manifest) -> set[str]:
 
 def check_output(output: Path, prepared_dir: Path) -> None:
     """EyasError where the store cannot be made, before anything costly: among others' files, or no right to."""
-    if output.resolve() == prepared_dir.resolve():
+    if same_place(output, prepared_dir):
         raise EyasError(f"{output} holds prepared samples: name another folder for the store")
     check_unused(output, layout.MANIFEST)
     there = next(p for p in (output, *output.absolute().parents) if p.exists())

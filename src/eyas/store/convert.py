@@ -24,7 +24,7 @@ from torch import Tensor
 from eyas import __version__
 from eyas.device import pick_device
 from eyas.errors import EyasError
-from eyas.files import check_unused, size_text
+from eyas.files import check_unused, same_place, size_text
 from eyas.store import codecs, layout
 from eyas.store.layout import Manifest
 from eyas.store.logits import TopK, make_top_k
@@ -56,7 +56,7 @@ def convert(
     """
     codecs.check_names(codec, last)
     source_path = staged(source_path, say)
-    if output.resolve() == source_path.resolve():
+    if same_place(output, source_path):
         raise EyasError(f"{output} is the source: name another folder for the store")
     check_unused(output, layout.MANIFEST)
     fingerprint = verifier.fingerprint if verifier is not None else None

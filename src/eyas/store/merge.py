@@ -22,7 +22,7 @@ from pathlib import Path
 import xxhash
 
 from eyas.errors import EyasError
-from eyas.files import check_unused, sync_folder, write_whole
+from eyas.files import check_unused, same_place, sync_folder, write_whole
 from eyas.store import layout
 from eyas.store.layout import Manifest, Record
 from eyas.store.reads import Extent, Files, read_bytes
@@ -60,7 +60,7 @@ def merge(folders: Sequence[Path], output: Path, say: Callable[[str], None] = pr
     """
     for path in (output, *folders):
         check_local(path)
-    if output.resolve() in [f.resolve() for f in folders]:
+    if any(same_place(output, folder) for folder in folders):
         raise EyasError(f"{output} cannot be merged into itself: name another folder for the merged store")
     check_unused(output, layout.MANIFEST)
     manifest = _common_manifest(folders, output)
@@ -78,6 +78,8 @@ def merge(folders: Sequence[Path], output: Path, say: Callable[[str], None] = pr
             parts.append((folder, Manifest.load(folder), named))
         for folder, begun, named in parts:
             together = set[str]().union(*(names for _, m, names in parts if m.source == begun.source))
+            if manifest.source == begun.source:
+                together |= seen.keys()  # earlier ones brought
             if len(together) < begun.samples:  # folders of one capture may make it whole together
                 for remark in unfinished(folder, len(named), begun.samples):
                     say(f"warning: {remark}; then merge again")

@@ -28,7 +28,7 @@ from eyas.errors import EyasError
 from eyas.evaluate.offline import OfflineFigures, evaluate
 from eyas.files import check_writable, write_json
 from eyas.record.record import Record
-from eyas.store.layout import quarantined
+from eyas.store.layout import QUARANTINE, quarantined
 from eyas.store.reader import open_source
 from eyas.store.readpath import ReadPath
 from eyas.store.remote import staged
@@ -132,8 +132,13 @@ class Run:
         if self.found is None or was is None or was.digest == here.digest:
             return here, np.arange(len(here.ids))
         now = was.now(self.source, quarantined(folder)) if was.digest == self.found[1]["identity"]["data"] else None
-        if now is None or not (now[was.train] >= 0).any():
+        if now is None:
             return here, np.arange(len(here.ids))  # which `check_identity` refuses
+        if not (now[was.train] >= 0).any():
+            raise EyasError(
+                f"all samples that the run in {self.config.output_dir} trains are in quarantine since: let some in"
+                f" again ({folder / QUARANTINE})"
+            )
         self.say(
             f"warning: {int((now < 0).sum()):,} of the run's {len(was.ids):,} samples are in quarantine since: it goes"
             " on without them, every other one once an epoch as before, and from here on not bit for bit as it would"
