@@ -2,7 +2,7 @@
 
 What a read brings is in the core's cache for a moment, where it is hashed. Copied to the batch then, a row costs one
 pass of reading memory (the page cache, or what the disk wrote) and one of writing it. Copied from a buffer of the whole
-batch later, it costs one more of each: 0.31 CPU s/GB in place of 0.2 (bench/RESULTS.md).
+batch later, it costs one more of each: 0.25 CPU s/GB in place of 0.17 to 0.21 (bench/RESULTS.md).
 """
 
 from __future__ import annotations
