@@ -596,7 +596,9 @@ def plan(
     ] = None,
     codec: CodecOption = "bf16",
     last: LastOption = "all",
-    draft_vocab: Annotated[int, typer.Option(min=1, help="Tokens in the draft vocabulary")] = 32_000,
+    draft_vocab: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in the draft vocabulary, with --gpu [32,000]")
+    ] = None,
     vocab_mapping_dir: Annotated[Path | None, typer.Option(help="Or its folder, for real steps")] = None,
     output_dir: Annotated[
         Path | None, typer.Option(callback=written, help="Where a capture would go: is there room?")

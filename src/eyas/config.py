@@ -202,6 +202,11 @@ def load_config(flags: dict[str, Any], file: Path | None = None) -> TrainConfig:
     except ValidationError as e:
         first = e.errors()[0]
         name = "--" + str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
+        if first["type"] == "missing" and flags.get("resume") and file is None:
+            if not flags.get("output_dir"):
+                raise EyasError("--output-dir is missing: --resume goes on with the run in it") from None
+            where = Path(flags["output_dir"]).absolute()
+            raise EyasError(f"--resume: no run lies in {where}, and {name} is missing to begin one there") from None
         if first["type"] == "missing":
             raise EyasError(f"{name} is missing: give it as a flag or in --config") from None
         if first["type"] == "extra_forbidden":

@@ -61,12 +61,19 @@ MADE = {  # what a folder holds, by the file of it that tells
 }
 
 
+INNER = ("start", "state", "checkpoints", "record")  # folders that a run or a store keeps for itself
+
+
 def check_unused(folder: Path, mine: str, what: str = "") -> None:
     """EyasError where another command, or another tool, has written `folder`; mine: the name in MADE that may be there.
 
-    what: how the line names it; default the folder's name.
+    A folder that a run or a store keeps for itself is theirs. what: how the line names it; default the folder's name.
     """
     try:
+        for inner in (folder, *folder.parents):
+            for name in ("run.yaml", "manifest.json") if inner.name in INNER else ():
+                if (inner.parent / name).is_file():
+                    raise EyasError(f"{what or folder} is part of {MADE[name]} ({inner.parent}): name another folder")
         for name, holds in MADE.items():
             if name != mine and (folder / name).is_file():
                 raise EyasError(f"{what or folder} holds {holds} ({name}): name another folder")

@@ -364,3 +364,15 @@ def test_a_folder_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -
     write_folder(tmp_path / "link", {"fc.weight": torch.ones(1)}, {"config.json": {}})
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_a_link_that_leads_back_to_itself_is_no_folder_for_a_drafter(tmp_path: Path) -> None:
+    from eyas.evaluate.run import find_checkpoint
+
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(EyasError, match="loop is neither a run directory"):
+        find_checkpoint(loop)
+    with pytest.raises(EyasError, match="loop"):
+        write_folder(loop, {"fc.weight": torch.ones(1)}, {"config.json": {}})
+    assert loop.is_symlink()

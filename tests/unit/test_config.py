@@ -121,3 +121,10 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").touch()
     assert load_config(NEEDED, tmp_path / "run.yaml") == load_config(NEEDED)
+
+
+def test_a_resume_of_nothing_says_that_no_run_lies_there(tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match=r"--resume: no run lies in .*/nosuch, and --verifier-path is missing to begin"):
+        load_config({"resume": True, "output_dir": tmp_path / "nosuch"})
+    with pytest.raises(EyasError, match="--output-dir is missing: --resume goes on with the run in it"):
+        load_config({"resume": True})

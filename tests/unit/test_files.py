@@ -63,3 +63,14 @@ def test_a_link_that_leads_back_to_itself_is_refused_in_one_line(tmp_path: Path)
         check_figures(loop)
     with pytest.raises(EyasError, match=r"cannot write .*loop: Too many levels of symbolic links"):
         write_json(loop, {})
+
+
+@pytest.mark.parametrize("inside", ["start", "checkpoints", "state/step-000010", "record"])
+def test_what_a_run_or_a_store_keeps_for_itself_takes_nobody_elses_files(tmp_path: Path, inside: str) -> None:
+    for name, what in (("run.yaml", "a training run"), ("manifest.json", "a store")):
+        (tmp_path / what).mkdir()
+        (tmp_path / what / name).write_text("{}")
+        with pytest.raises(EyasError, match=f"is part of {what} "):
+            check_unused(tmp_path / what / inside, "vocab.json")
+    (tmp_path / "mine").mkdir()
+    check_unused(tmp_path / "mine" / inside, "vocab.json")

@@ -120,3 +120,11 @@ def test_a_codec_that_does_not_exist_is_not_planned_for(tiny_verifier: Path, ask
     given = ["plan", "--verifier-path", str(tiny_verifier), "--tokens", "1000", "--gpu", "H100", *asked]
     result = CliRunner().invoke(app, given)
     assert isinstance(result.exception, EyasError) and str(result.exception).startswith(f"{asked[0]} {asked[1]}: use ")
+
+
+def test_the_size_of_a_draft_vocabulary_is_not_passed_over_where_steps_are_real(tiny_verifier: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["plan", "--verifier-path", str(tiny_verifier), "--tokens", "1000", "--draft-vocab", "50"]
+    )
+    assert isinstance(result.exception, EyasError)
+    assert str(result.exception).startswith("--draft-vocab 50 counts with --gpu alone: without one the steps are real")

@@ -362,3 +362,10 @@ def test_a_store_is_not_made_at_a_link_that_leads_back_to_itself(tmp_path: Path)
         merge([tmp_path / "a"], loop)
     with pytest.raises(EyasError, match="loop cannot be written"):
         convert(tmp_path / "a", loop, say=lambda _line: None)
+
+
+def test_a_conversion_into_a_store_of_another_codec_says_of_which(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(3))
+    write(tmp_path / "b", range(3))
+    with pytest.raises(EyasError, match="b is a store in bf16, not in int8: name another folder"):
+        convert(tmp_path / "a", tmp_path / "b", codec="int8", say=lambda _line: None)

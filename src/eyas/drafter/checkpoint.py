@@ -176,7 +176,7 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], files: dict[str, Any]
 
     An older folder is replaced, also behind a link. Raises EyasError when the disk refuses.
     """
-    folder = folder.resolve()
+    folder = Path(os.path.realpath(folder))
     side, old = (folder.with_name(f".{folder.name}.{os.getpid()}{end}") for end in ("", ".old"))
     try:
         shutil.rmtree(side, ignore_errors=True)

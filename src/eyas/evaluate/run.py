@@ -11,6 +11,7 @@ enough to turn near-ties; every first difference must then be shown to be one.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class EvalOptions:
 def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint folder that `path` (a run directory or a checkpoint) means, and its run's settings if any."""
     folder = path / "best" if (path / "best").exists() else path
-    folder = folder.resolve()
+    folder = Path(os.path.realpath(folder))
     if not (folder / "config.json").exists():
         raise EyasError(f"{path} is neither a run directory with a best checkpoint nor a checkpoint folder")
     for parent in (folder, *list(folder.parents)[:2]):

@@ -30,6 +30,8 @@ from eyas.plan.step import (
 )
 from eyas.store.codecs import bytes_per_token, check_names
 
+DRAFT_VOCAB = 32_000  # of a plan for a GPU, where nothing else is said
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -45,7 +47,7 @@ class Asked:
     ram_gb: float | None = None
     codec: str = "bf16"
     last_rows: str = "all"
-    draft_vocab: int = 32_000
+    draft_vocab: int | None = None
     output: Path | None = None
     steps: int = 10
 
@@ -69,7 +71,12 @@ def make_plan(asked: Asked, say: Callable[[str], None] = print) -> dict[str, Any
     if c.vocab_mapping_dir is not None:
         draft_vocab = load_vocab(c.vocab_mapping_dir, V, None, say).size
     else:  # real steps without a mapping are steps over the whole vocabulary
-        draft_vocab = V if asked.gpu is None else min(asked.draft_vocab, V)
+        draft_vocab = V if asked.gpu is None else min(asked.draft_vocab or DRAFT_VOCAB, V)
+        if asked.gpu is None and asked.draft_vocab not in (None, V):
+            raise EyasError(
+                f"--draft-vocab {asked.draft_vocab} counts with --gpu alone: without one the steps are real ones, over"
+                f" the tokens of --vocab-mapping-dir (eyas vocab makes one), or all {V:,}"
+            )
     sizes = drafter_config(c, verifier.config, draft_vocab)
     batch_tokens = float(c.batch_tokens or c.max_seq_len)
     source = None

@@ -140,7 +140,10 @@ def _in_codec(manifest: Manifest, source: Source, output: Path, codec: str, last
     if codec != "int8" or changed.channels:
         return changed
     if (output / layout.MANIFEST).exists():  # go on with the sizes that were found when it was begun
-        return replace(changed, channels=Manifest.load(output).channels)
+        begun = Manifest.load(output)
+        if begun.codec != codec:
+            raise EyasError(f"{output} is a store in {begun.codec}, not in {codec}: name another folder")
+        return replace(changed, channels=begun.channels)
     layers = changed.state_layers
     sizes = codecs.calibrate(_readable(source, layers), len(layers), manifest.hidden_size)
     return replace(changed, channels=codecs.said_channels(sizes))

@@ -81,8 +81,16 @@ def _records(folder: Path) -> Iterator[Path]:
             if (place / "events.jsonl").is_file():
                 yield place / "events.jsonl"
             with contextlib.suppress(OSError), os.scandir(place) as entries:
-                below += [place / e.name for e in entries if not e.name.startswith(".") and e.is_dir()]
+                below += [place / e.name for e in entries if not e.name.startswith(".") and _is_dir(e)]
         level = below
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    """False also for a link that leads back to itself."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def answer(place: Path, target: Target, snapshot: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -193,6 +193,7 @@ def test_a_dead_pid_is_told_by_the_record_near_by(
         f"eyas: no process {pid} here; see eyas ps; if it was a run of eyas, name its folder: eyas why DIR\n"
     )
     other = events.line("start", name="eyas train", pid=pid + 1, host=host)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")  # hides nothing beside it
     write(tmp_path / "runs" / "b", other, DONE)
     write(tmp_path / "runs" / "c", events.line("start", name="eyas train", pid=pid, host="elsewhere"), DONE)
     assert command.run_why(str(pid)) == 64
