@@ -329,13 +329,19 @@ def test_what_a_run_has_trained_is_never_held_out(tiny: Tiny, tmp_path: Path, ey
     assert set(json.loads((run / "eval.json").read_text())["decode"]["prompt_ids"]) == set(validates[1:])
 
 
-def test_a_warm_started_run_goes_on_to_the_bit_when_what_it_started_from_is_gone(tiny: Tiny, tmp_path: Path) -> None:
+def warm_and_killed(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path, Path, Path]:
+    """What two runs start from (a checkpoint and a vocabulary), one that ended, and one killed at its third step."""
     before, vocab, whole, output = (tmp_path / name for name in ("before", "vocab", "whole", "run"))
     shutil.copytree(tiny.vocab, vocab)
     play(settings(tiny, before, epochs=1, batch_tokens=2000, intermediate_size=96))
     flags = {"init_from": before, "vocab_mapping_dir": vocab, "save_every": 2}
     assert play(settings(tiny, whole, **flags)).codes == [0]
     play(settings(tiny, output, **flags), kill_at=3)
+    return before, vocab, whole, output
+
+
+def test_a_warm_started_run_goes_on_to_the_bit_when_what_it_started_from_is_gone(tiny: Tiny, tmp_path: Path) -> None:
+    before, vocab, whole, output = warm_and_killed(tiny, tmp_path)
     shutil.rmtree(before)
     shutil.rmtree(vocab)
     gone = resume(output)
@@ -361,12 +367,7 @@ def test_a_warm_started_run_goes_on_to_the_bit_when_what_it_started_from_is_gone
 def test_a_run_goes_on_from_its_own_copies_where_what_it_started_from_is_another_by_now(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    before, vocab, whole, output = (tmp_path / name for name in ("before", "vocab", "whole", "run"))
-    shutil.copytree(tiny.vocab, vocab)
-    play(settings(tiny, before, epochs=1, batch_tokens=2000, intermediate_size=96))
-    flags = {"init_from": before, "vocab_mapping_dir": vocab, "save_every": 2}
-    assert play(settings(tiny, whole, **flags)).codes == [0]
-    play(settings(tiny, output, **flags), kill_at=3)
+    before, vocab, whole, output = warm_and_killed(tiny, tmp_path)
     (before / "best/model.safetensors").write_bytes(b"cut")
     (vocab / "t2d.npy").write_bytes(b"cut")
     went_on = resume(output)

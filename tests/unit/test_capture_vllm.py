@@ -198,6 +198,7 @@ def test_a_server_is_asked_turn_by_turn_and_for_nothing_that_it_could_choose_its
 def test_what_a_server_has_answered_and_not_yet_recorded_is_waited_for(tmp_path: Path, monkeypatch: Any) -> None:
     """Its writer records a little later: until then the store is empty, and later half full; neither is an error."""
     from eyas.capture import vllm_served
+    from eyas.capture.common import arrived
     from eyas.store.layout import Manifest
     from eyas.store.writer import StoreWriter
 
@@ -217,20 +218,21 @@ def test_what_a_server_has_answered_and_not_yet_recorded_is_waited_for(tmp_path:
     monkeypatch.setattr(vllm_served.time, "sleep", server_goes_on)
     with writer:
         vllm_served.await_store(tmp_path, manifest, {"a", "b"}, said.append)
-    assert vllm_served.arrived(tmp_path, manifest) == {"a", "b"}
+    assert arrived(tmp_path, manifest) == {"a", "b"}
     on_their_way = "samples are on their way to"
     assert [line.split(on_their_way)[0] for line in said] == [f"capture: {n} " for n in (2, 2, 1)]
 
 
 def test_what_never_arrives_is_not_waited_for_forever(tmp_path: Path, monkeypatch: Any) -> None:
     from eyas.capture import vllm_served
+    from eyas.capture.common import arrived
     from eyas.store.layout import Manifest
 
     manifest = Manifest("v", "f", 8, 4, 100, (1, 2, 3, 4), "before")
     manifest.create(tmp_path)
     monkeypatch.setattr(vllm_served, "SETTLED", 0.0)
     vllm_served.await_store(tmp_path, manifest, {"a"}, lambda _line: None)
-    assert vllm_served.arrived(tmp_path, manifest) == set()
+    assert arrived(tmp_path, manifest) == set()
 
 
 def test_the_command_that_starts_a_server_names_store_and_layers(tiny_verifier: Path, tmp_path: Path) -> None:

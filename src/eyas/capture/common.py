@@ -27,7 +27,7 @@ from eyas.files import check_unused, same_place, size_text
 from eyas.prepare import Prepared
 from eyas.record.record import Record
 from eyas.store import layout
-from eyas.store.index import load_index
+from eyas.store.index import Index, load_index
 from eyas.store.layout import Manifest
 from eyas.store.reader import torn_files
 from eyas.verifier import Verifier
@@ -117,14 +117,26 @@ def done_ids(output: Path, manifest: Manifest) -> set[str]:
         raise EyasError(
             f"{output} holds states of another capture ({'; '.join(differences)}): name another folder, or delete it"
         )
-    index = load_index(output, layout.parts_count(manifest), layout.STORED_AS[manifest.codec])
-    if torn := torn_files(output, index):
+    index, torn = _recorded(output, manifest)
+    if torn:
         i, why = min(torn.items())
         raise EyasError(
             f"{output} is damaged: {why}, though its journal names it for {len(torn):,} of {len(index.ids):,} samples"
             f" ({index.ids[i]}, ...): restore the file, or delete the store and capture again"
         )
     return set(index.ids)
+
+
+def arrived(output: Path, manifest: Manifest) -> set[str]:
+    """Ids of the samples that the store holds by now; a file that is behind its journal (on NFS) is not there yet."""
+    index, torn = _recorded(output, manifest)
+    return set(index.ids) - {index.ids[i] for i in torn}
+
+
+def _recorded(output: Path, manifest: Manifest) -> tuple[Index, dict[int, str]]:
+    """What the journals say is there, and which of it the files do not hold, and why."""
+    index = load_index(output, layout.parts_count(manifest), layout.STORED_AS[manifest.codec])
+    return index, torn_files(output, index)
 
 
 def check_output(output: Path, prepared_dir: Path) -> None:

@@ -31,6 +31,7 @@ import xxhash
 from eyas.capture import vllm_served
 from eyas.capture.common import (
     Progress,
+    arrived,
     capture_layers,
     check_output,
     check_prepared,
@@ -162,7 +163,7 @@ def capture(
         wanted = {c.name for c in todo}
         if url is not None:
             vllm_served.await_store(output, manifest, wanted, say)
-        if missing := wanted - vllm_served.arrived(output, manifest):
+        if missing := wanted - arrived(output, manifest):
             where = "vLLM's lines above say why" if url is None else "the server's log says why"
             raise EyasError(
                 f"{len(missing):,} samples ({min(missing)}, ...) did not reach {output}: {where}."

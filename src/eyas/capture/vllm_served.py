@@ -20,11 +20,9 @@ from typing import Any
 import torch
 
 from eyas.api import Api, in_background
+from eyas.capture.common import arrived
 from eyas.errors import EyasError
-from eyas.store import layout
-from eyas.store.index import load_index
 from eyas.store.layout import Manifest
-from eyas.store.reader import torn_files
 from eyas.verifier import Verifier
 
 SETTLED = 30.0  # seconds without a new sample in the store, after which no more is waited for
@@ -133,9 +131,3 @@ def await_store(output: Path, manifest: Manifest, wanted: set[str], say: Callabl
             return
         say(f"capture: {len(left):,} samples are on their way to {output}")
         time.sleep(1.0)
-
-
-def arrived(output: Path, manifest: Manifest) -> set[str]:
-    """Ids of the samples that the store holds by now; a file that is behind its journal (on NFS) is not there yet."""
-    index = load_index(output, layout.parts_count(manifest), layout.STORED_AS[manifest.codec])
-    return set(index.ids) - {index.ids[i] for i in torn_files(output, index)}

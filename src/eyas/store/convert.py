@@ -31,6 +31,7 @@ from eyas.store.logits import TopK, make_top_k
 from eyas.store.reader import Source, StoreSource, open_source
 from eyas.store.remote import staged
 from eyas.store.scan import Progress, scan
+from eyas.store.whole import left_out
 from eyas.store.writer import Stored, StoreWriter
 from eyas.verifier import Verifier
 
@@ -101,8 +102,7 @@ def _manifest(source: Source, path: Path, verifier: Verifier | None) -> Manifest
     created = datetime.now(UTC).isoformat(timespec="seconds")
     if isinstance(source, StoreSource):
         wanted = source.manifest.samples  # what the source leaves out does not make this one unfinished
-        left_out = sum(not name.startswith("journal-") for name, _ in source.skipped)
-        return replace(source.manifest, samples=max(0, wanted - left_out), created=created)
+        return replace(source.manifest, samples=max(0, wanted - len(left_out(source))), created=created)
     if verifier is None:
         raise EyasError(f"{path} does not say whose states it holds: name the verifier (--verifier-path)")
     found = source.manifest

@@ -11,7 +11,6 @@ files) are read by their own `states`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +27,7 @@ from eyas.store.reads import (
     Extent,
     Files,
     Memory,
+    Slot,
     as_wanted,
     decode,
     plan_reads,
@@ -100,7 +100,7 @@ class ReadPath:
         samples: Sequence[int],
         rows: Sequence[int],
         landings: Mapping[tuple[int, int], Landing] | None = None,
-        slot: AbstractContextManager[object] = NO_LIMIT,
+        slot: Slot = NO_LIMIT,
     ) -> Loaded:
         """The first rows[b] rows of samples[b], of every layer. Raises EyasError naming sample, file and offset.
 

@@ -39,7 +39,8 @@ CALL_BYTES = 32 << 20  # a call grows to at least this where the batch has that 
 PIECE_BYTES = 1 << 20  # of the page cache's, and of what is hashed and copied: what a core's own cache holds
 AHEAD_FROM = 6  # pieces of a call from which on the kernel reads ahead: one more is then at most a sixth
 GAP_BYTES = 64 << 10  # a hole this small is cheaper to read than to leave out
-NO_LIMIT = contextlib.nullcontext()
+Slot = AbstractContextManager[object]  # held while the disk is read
+NO_LIMIT: Slot = contextlib.nullcontext()
 PASSING = (True, True)  # through the page cache, with a place of its own
 _OPEN_FILES = 256  # file descriptors kept; the usual limit of a process is 1,024
 _DTYPES = {
@@ -257,7 +258,7 @@ class Memory(NamedTuple):
     buffer: memoryview
     piece: memoryview = memoryview(b"")
     landings: Mapping[int, Landing] = {}
-    slot: AbstractContextManager[object] = NO_LIMIT
+    slot: Slot = NO_LIMIT
 
 
 def read(files: Files, extents: Sequence[Extent], plan: ReadPlan, memory: Memory) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eyas.store.reader import Source, StoreSource
 
-_CUT = re.compile(r"(?P<file>\S+) is (?:missing|truncated at byte \d+)|its tokens file is truncated")  # `torn_files`
+_CUT = re.compile(r"\S+ is (?:missing|truncated at byte \d+)|its tokens file is truncated")  # `torn_files`
 _LINE = re.compile(r"journal-\w+\.jsonl line \d+")  # stands for a sample that nobody can name
 
 
@@ -18,8 +18,13 @@ def remarks(source: Source) -> list[str]:
     """What is missing of a store, in a line each; none of other tools' files, which do not say what there was."""
     if not isinstance(source, StoreSource):
         return []
-    there = {*source.ids, *(name for name, _ in source.skipped if not _LINE.fullmatch(name))}
+    there = {*source.ids, *left_out(source)}
     return [*unfinished(source.path, len(there), source.manifest.samples), *_lost(source, len(there))]
+
+
+def left_out(source: Source) -> list[str]:
+    """Names of the samples that a store has and leaves out; a damaged line of a journal names none."""
+    return [name for name, _ in source.skipped if not _LINE.fullmatch(name)]
 
 
 def unfinished(path: Path, there: int, wanted: int) -> list[str]:

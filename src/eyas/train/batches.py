@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +37,7 @@ from eyas.record.outlet import name_thread
 from eyas.store.landing import Landing
 from eyas.store.reader import Source
 from eyas.store.readpath import Loaded, ReadPath
-from eyas.store.reads import NO_LIMIT
+from eyas.store.reads import NO_LIMIT, Slot
 
 MORE = 2  # threads than read at a time: they hash and copy what has come, and the disk does not wait for that
 SLOWEST_OF = 16  # reads whose slowest one the next ones are expected to take
@@ -161,9 +160,6 @@ def plan_pack(source: Source, samples: list[int], steps: int, max_seq_len: int) 
     m = source.manifest
     widths = m.hidden_size, 3 * m.logits if m.logits else m.hidden_size  # the words of store/logits.py
     return Planned(make_plan(documents, steps), samples, [len(ids) for ids, _ in documents], kept, widths)
-
-
-Slot = AbstractContextManager[object]  # held while the disk is read
 
 
 def load_pack(reads: ReadPath, planned: Planned, slot: Slot = NO_LIMIT) -> Pack:

@@ -111,8 +111,8 @@ class Run:
         self.per_step = config.grad_accumulation * self.ranks.world
         self.total = sum(math.ceil(_filled(packs) / self.per_step) for packs in self.epochs)
         shapes = {name: list(p.shape) for name, p in self.drafter.named_parameters()}  # whole, though FSDP2 shards them
-        self.identity = identity(config, self.verifier, self.source, self.vocab, self.dtype, shapes)
-        self.identity["data"] = self.samples.digest  # of all that it was begun with
+        data = self.samples.digest
+        self.identity = identity(config, self.verifier, self.source, self.vocab, self.dtype, shapes, data)
         self.at = Progress()
         self.ended: str | None = None
         self.stop = Stop()

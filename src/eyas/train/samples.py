@@ -34,8 +34,12 @@ class Samples:
 
     @property
     def digest(self) -> str:
-        """What tells these data from others."""
-        return digest(self.ids, self.lengths, self.trained)
+        """What tells these data from others: xxh3-64 of the samples' names, their tokens and their trained tokens."""
+        hashed = xxhash.xxh3_64()
+        hashed.update("\n".join(self.ids).encode())
+        hashed.update(self.lengths.tobytes())
+        hashed.update(self.trained.tobytes())
+        return hashed.hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write the list into `folder`, whole. Raises OSError."""
@@ -55,15 +59,6 @@ class Samples:
             source.trained[found[there]], self.trained[there]
         )
         return found if same and gone <= set(shut_out) and int(there.sum()) == len(source.ids) else None
-
-
-def digest(ids: list[str], lengths: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]) -> str:
-    """xxh3-64 of the samples' names, their tokens and their trained tokens."""
-    hashed = xxhash.xxh3_64()
-    hashed.update("\n".join(ids).encode())
-    hashed.update(lengths.tobytes())
-    hashed.update(trained.tobytes())
-    return hashed.hexdigest()
 
 
 def kept_samples(folder: Path) -> Samples | None:

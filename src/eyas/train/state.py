@@ -36,7 +36,6 @@ from eyas.errors import EyasError
 from eyas.files import refusal, sync_folder, write_whole
 from eyas.store.reader import Source
 from eyas.train.parallel import Ranks
-from eyas.train.samples import digest
 from eyas.verifier import Verifier
 from eyas.vocab import DraftVocab
 
@@ -75,13 +74,17 @@ def identity(
     vocab: DraftVocab,
     dtype: torch.dtype,
     shapes: dict[str, list[int]],
+    data: str,
 ) -> dict[str, Any]:
-    """What must be the same for a run to go on, as plain values. shapes: of the drafter's parameters, by name."""
+    """What must be the same for a run to go on, as plain values.
+
+    shapes: of the drafter's parameters, by name; data: `Samples.digest` of those that the run was begun with.
+    """
     settings = {name: value for name, value in config.resolved().items() if name not in FREE}
     manifest = source.manifest
     return {
         "verifier": verifier.fingerprint,
-        "data": digest(source.ids, source.lengths, source.trained),
+        "data": data,
         "layers": [*manifest.layers, manifest.norm_side],
         # Rows that are left out where nothing is trained are read by nobody; all else makes other numbers.
         "codec": manifest.codec + (f", logits:{manifest.logits}" if manifest.logits else ""),
