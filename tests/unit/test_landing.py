@@ -227,3 +227,18 @@ def test_reads_that_come_back_short_land_right(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "preadv", short)
     found = load_batch(path, [1, 0, 2], 3, 200)
     assert torch.equal(found.states, expected[0]) and torch.equal(found.last, expected[1])
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_memory_of_packs_under_way_is_what_is_read_and_the_batch_beside_it(tmp_path: Path, cached: bool) -> None:
+    """Most of these samples is read (a checksum is of all of it) and in no batch."""
+    source = store(tmp_path, [np.arange(400) // 10 == 2] * 3)
+    path = ReadPath(source, cache_gb=1 if cached else 0)
+    loader = Loader(path, [[0], [1], [2]], 1, 400, 2)
+    (batch, *_) = list(loader)
+    values = batch.states.numel() + batch.last.numel()
+    assert batch.nbytes == 4 * 400 * H * 2 > 5 * 2 * values
+    loader.depth.memory = batch.nbytes + 2 * values
+    assert loader.depth.packs() == 1
+    loader.depth.memory = 2 * (batch.nbytes + 2 * values)
+    assert loader.depth.packs() == 2

@@ -408,7 +408,8 @@ class Loader:
             held = len(result.loaded.memory)
         else:
             result = read_batch(self.reads, planned.result(), self._slot)
-            held = 2 * (result.states.numel() + result.last.numel())
+            # The batch's own memory is there before its rows are read, and what is read may be far more than they are.
+            held = result.nbytes + 2 * (result.states.numel() + result.last.numel())
         self.depth.read(time.monotonic() - started, held)
         return result
 
